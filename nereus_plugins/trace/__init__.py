@@ -1,0 +1,1 @@
+"""The record of a job: one schema for live and simulated runs."""

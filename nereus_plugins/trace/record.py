@@ -1,0 +1,192 @@
+"""The record of a job: JSON lines, one object a line, the same schema live and simulated.
+
+A run directory holds `records.jsonl`: first a `RunRecord` (what the job is), then one `StepRecord`
+per step and one `TransitionRecord` per attempted transition, in the order they happened.
+Every object carries `schema` ("nereus.<kind>/<version>"); a reader refuses versions it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+SCHEMA_VERSION = 1
+RECORDS_FILE = "records.jsonl"
+
+
+class RecordError(ValueError):
+    """A record that does not follow the schema; the message names file, line and field."""
+
+
+_T = TypeVar("_T", bound="_Record")
+
+
+@dataclass(frozen=True)
+class _Record:
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object, `schema` first; Nones are kept so that every line has every field."""
+        out: dict[str, Any] = {"schema": f"nereus.{self.kind}/{SCHEMA_VERSION}"}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            out[f.name] = dict(value) if isinstance(value, Mapping) else value
+        return out
+
+    @classmethod
+    def from_dict(cls: type[_T], data: Mapping[str, Any]) -> _T:
+        """Raises: RecordError on a missing, unknown or mistyped field."""
+        given = {k: v for k, v in data.items() if k != "schema"}
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise RecordError(f"{cls.kind} record: unknown field {unknown[0]!r}")
+        try:
+            record = cls(**given)
+        except TypeError as error:
+            raise RecordError(f"{cls.kind} record: {error}") from None
+        record._check_types()
+        return record
+
+    def _check_types(self) -> None:
+        for f in fields(self):
+            value, want = getattr(self, f.name), str(f.type)
+            if value is None and want.endswith("None"):
+                continue
+            base = want.split("[")[0].split(" ")[0]
+            kinds: tuple[type, ...] = {
+                "int": (int,),
+                "float": (int, float),
+                "str": (str,),
+                "bool": (bool,),
+                "Mapping": (Mapping,),
+            }[base]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and base != "bool"):
+                raise RecordError(
+                    f"{self.kind} record: field {f.name!r} must be {want}, "
+                    f"got {type(value).__name__}"
+                )
+
+
+@dataclass(frozen=True)
+class RunRecord(_Record):
+    """What the job is. `plan`: a GlobalPlan or {unit: layout} as a JSON object."""
+
+    kind: ClassVar[str] = "run"
+    run_id: str
+    time_unix_s: float
+    source: str  # "verl", "openrlhf", "simulator"
+    versions: Mapping[str, str]
+    world_size: int
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepRecord(_Record):
+    """One training step as it was measured.
+
+    stages_s: seconds by stage, by the framework's own timers (they may nest: see the adapter).
+    tokens: counts over the global batch: prompt, response, total.
+    memory_bytes: peaks over ranks since the last step: allocated, reserved, host_rss.
+    metrics: scalar results worth replaying (reward, losses, gradient norms).
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    time_unix_s: float
+    step_s: float
+    stages_s: Mapping[str, float]
+    tokens: Mapping[str, int]
+    samples: int
+    memory_bytes: Mapping[str, int]
+    metrics: Mapping[str, float]
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TransitionRecord(_Record):
+    """One attempted transition.
+
+    outcome: "committed", "aborted" (old layout trains on) or "failed" (the job ends).
+    units: per unit: from, to, bytes_wire, bytes_local, seconds by phase, what was verified.
+    seconds: wall seconds by phase of the whole transition as the driver saw them.
+    reason: why it did not commit; empty when committed.
+    """
+
+    kind: ClassVar[str] = "transition"
+    step: int
+    epoch: int
+    time_unix_s: float
+    outcome: str
+    reason: str
+    units: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    digest: str
+
+
+KINDS: Mapping[str, type[_Record]] = {
+    cls.kind: cls for cls in (RunRecord, StepRecord, TransitionRecord)
+}
+
+
+def parse_record(data: Any) -> _Record:
+    """A JSON object -> its record. Raises: RecordError."""
+    if not isinstance(data, dict) or not isinstance(data.get("schema"), str):
+        raise RecordError("not a nereus record: no 'schema' field")
+    name, _, version = data["schema"].partition("/")
+    cls = KINDS.get(name.removeprefix("nereus."))
+    if cls is None or version != str(SCHEMA_VERSION):
+        raise RecordError(
+            f"schema {data['schema']!r} is not known to this version "
+            f"(it reads nereus.{{{','.join(KINDS)}}}/{SCHEMA_VERSION})"
+        )
+    return cls.from_dict(data)
+
+
+class RecordWriter:
+    """Appends records to `<run_dir>/records.jsonl`, each line flushed; readable by its owner only."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self.path = Path(run_dir) / RECORDS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+
+    def write(self, record: _Record) -> None:
+        self._file.write(json.dumps(record.to_dict(), separators=(",", ":"), default=float) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[_Record]:
+    """Records of a file or run directory, in order.
+
+    A last line without its newline (the job died while writing) is passed over.
+    Raises: RecordError naming file and line; FileNotFoundError.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / RECORDS_FILE
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield parse_record(json.loads(line))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise RecordError(f"{file}:{number}: not JSON: {error}") from None
+            except RecordError as error:
+                raise RecordError(f"{file}:{number}: {error}") from None
+
+
+def now_s() -> float:
+    """Wall clock in seconds since the epoch, as records carry it."""
+    return time.time()
