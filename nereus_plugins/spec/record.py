@@ -1,0 +1,275 @@
+"""What every spec record shares: strict checks, and reading and writing as dict, JSON and YAML.
+
+A record is a frozen dataclass that inherits `Record`. Reading is strict: an unknown key, a missing
+key or a value of the wrong type raises `SpecError` naming where it stands and, for a key, the
+nearest valid one. Mappings become `FrozenMap` and lists become tuples, so that a record is
+immutable all the way down, hashable, and travels between processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+R = TypeVar("R", bound="Record")
+K = TypeVar("K")
+V_co = TypeVar("V_co", covariant=True)
+
+
+class SpecError(ValueError):
+    """A spec that breaks a rule. The message names the rule and the setting to change."""
+
+
+class FrozenMap(Mapping[K, V_co]):
+    """An immutable, hashable, picklable mapping that keeps insertion order."""
+
+    __slots__ = ("_items",)
+    _items: dict[K, V_co]
+
+    def __init__(self, items: Mapping[K, V_co] | Iterable[tuple[K, V_co]] = ()) -> None:
+        object.__setattr__(self, "_items", dict(items))
+
+    def __getitem__(self, key: K) -> V_co:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenMap({self._items!r})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("FrozenMap is immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("FrozenMap is immutable")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenMap, (dict(self._items),))
+
+
+def unknown_key(key: object, valid: Iterable[str], where: str) -> SpecError:
+    """The error for `key` found in `where`, naming the nearest of the `valid` keys."""
+    names = list(valid)
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(names))}"
+    return SpecError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `SpecError(message)` unless `condition` holds."""
+    if not condition:
+        raise SpecError(message)
+
+
+def require_int(owner: str, name: str, value: object, *, minimum: int = 1) -> None:
+    """`value` is an int (no bool) of at least `minimum`, else `SpecError` naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SpecError(f"{owner}.{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def require_choice(owner: str, name: str, value: object, choices: Iterable[str]) -> None:
+    """`value` is one of `choices`, else `SpecError` naming the field and the choices."""
+    names = tuple(choices)
+    if value not in names:
+        raise SpecError(f"{owner}.{name} must be one of {', '.join(names)}; got {value!r}")
+
+
+def require_bool(owner: str, name: str, value: object) -> None:
+    """`value` is true or false, else `SpecError` naming the field."""
+    if not isinstance(value, bool):
+        raise SpecError(f"{owner}.{name} must be true or false, got {value!r}")
+
+
+def require_number(
+    owner: str,
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> None:
+    """`value` is a finite number (no bool) within the limits given, else `SpecError`."""
+    limits = [
+        text
+        for limit, text in (
+            (above, f"above {above}"),
+            (minimum, f"at least {minimum}"),
+            (maximum, f"at most {maximum}"),
+        )
+        if limit is not None
+    ]
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if ok:
+        number = float(typing.cast(float, value))
+        ok = (
+            number == number
+            and abs(number) != float("inf")
+            and (above is None or number > above)
+            and (minimum is None or number >= minimum)
+            and (maximum is None or number <= maximum)
+        )
+    if not ok:
+        raise SpecError(
+            f"{owner}.{name} must be a number{' ' if limits else ''}{' and '.join(limits)}, "
+            f"got {value!r}"
+        )
+
+
+class Record:
+    """Base of all spec records (frozen dataclasses): strict reading, plain writing."""
+
+    @classmethod
+    def from_dict(cls: type[R], data: Mapping[str, Any], *, where: str | None = None) -> R:
+        """Build from a mapping of field names; `where` names the place in error messages."""
+        where = where or cls.__name__
+        if not isinstance(data, Mapping):
+            raise SpecError(f"{where}: expected a mapping of settings, got {data!r}")
+        fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.init}
+        for key in data:
+            if key not in fields:
+                raise unknown_key(key, fields, where)
+        hints = typing.get_type_hints(cls)
+        values = {key: _decode(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+        for name, field in fields.items():
+            no_default = (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            )
+            if name not in values and no_default:
+                raise SpecError(f"{where}: required key {name!r} is missing")
+        try:
+            return cls(**values)
+        except SpecError as error:
+            raise SpecError(f"{where}: {error}") if where != cls.__name__ else error from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; fields at their default are left out."""
+        out: dict[str, Any] = {}
+        for field in dataclasses.fields(typing.cast(Any, self)):
+            value = getattr(self, field.name)
+            default = (
+                field.default_factory()
+                if field.default_factory is not dataclasses.MISSING
+                else field.default
+            )
+            if field.init and value != default:
+                out[field.name] = _encode(value)
+        return out
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls: type[R], text: str) -> R:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"{cls.__name__}: not valid JSON: {error}") from None
+        return cls.from_dict(data)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls: type[R], text: str) -> R:
+        return cls.from_dict(load_yaml(text, cls.__name__))
+
+    @classmethod
+    def load(cls: type[R], path: str | Path) -> R:
+        """Read a .yaml, .yml or .json file."""
+        path = Path(path)
+        text = path.read_text(encoding="utf-8")
+        return cls.from_json(text) if path.suffix == ".json" else cls.from_yaml(text)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice instead of silently keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise SpecError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str, where: str) -> Any:
+    """Parse YAML; a syntax error or a repeated key raises `SpecError` naming `where`."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{where}: not valid YAML: {error}") from None
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_encode(k): _encode(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """Turn plain `value` into what the annotation `hint` asks for.
+
+    Scalars pass through unchanged: their own record checks them and knows the better message.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = [a for a in args if a is not type(None)][:1] or (hint,)
+        return _decode(inner, value, where)
+    if origin is tuple:
+        if isinstance(value, (str, bytes)) or not isinstance(value, (list, tuple)):
+            raise SpecError(f"{where}: expected a list, got {value!r}")
+        inners = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+        if len(inners) != len(value):
+            raise SpecError(f"{where}: expected {len(inners)} entries, got {len(value)}")
+        return tuple(
+            _decode(inner, v, f"{where}[{i}]")
+            for i, (inner, v) in enumerate(zip(inners, value, strict=True))
+        )
+    if origin in (Mapping, FrozenMap):
+        if not isinstance(value, Mapping):
+            raise SpecError(f"{where}: expected a mapping, got {value!r}")
+        return FrozenMap(
+            (_decode(args[0], k, where), _decode(args[1], v, f"{where}.{k}"))
+            for k, v in value.items()
+        )
+    if isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if issubclass(hint, Record):
+            return hint.from_dict(value, where=where)
+        if issubclass(hint, enum.Enum):
+            names = [m.value for m in hint]
+            if value not in names:
+                raise unknown_key(value, names, where)
+            return hint(value)
+    return value
