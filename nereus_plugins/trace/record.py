@@ -149,12 +149,21 @@ def parse_record(data: Any) -> _Record:
     return cls.from_dict(data)
 
 
+def _drop_torn_line(path: Path) -> None:
+    """A job that died while writing leaves half a line; a resumed one must not write behind it."""
+    if path.exists():
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+
 class RecordWriter:
     """Appends records to `<run_dir>/records.jsonl`, each line flushed; readable by its owner only."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.path = Path(run_dir) / RECORDS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self.path)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 

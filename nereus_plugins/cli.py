@@ -1,0 +1,69 @@
+"""The `nereus` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from nereus_plugins import __version__
+
+
+def _selftest(arguments: Sequence[str]) -> int:
+    try:
+        from nereus_plugins.selftest import main
+    except ModuleNotFoundError as error:
+        return _missing(error, "selftest", "megatron")
+    return main(arguments)
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    try:
+        from nereus_verl.demo import main
+    except ModuleNotFoundError as error:
+        return _missing(error, "demo", "verl")
+    return main(arguments)
+
+
+def _records(arguments: Sequence[str]) -> int:
+    from nereus_plugins.trace.show import main
+
+    return main(arguments)
+
+
+def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
+    print(
+        f"nereus {command}: {error.name} is not installed; pip install 'nereus-plugins[{extra}]'",
+        file=sys.stderr,
+    )
+    return 2
+
+
+# Each command parses its own arguments and is imported only when called: `nereus` starts fast
+# and works without torch.
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "selftest": ("prove on this machine that moving state is bit-exact and failures safe", _selftest),
+    "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
+    "records": ("show what a run's records say: steps, transitions", _records),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 what was asked for failed, 2 wrong usage or bad input."""
+    parser = argparse.ArgumentParser(
+        prog="nereus",
+        description="Change the parallel layout of a live RL post-training job.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:10} {text}" for name, (text, _) in COMMANDS.items())
+        + "\n\n`nereus COMMAND --help` explains one.",
+    )
+    parser.add_argument("--version", action="version", version=f"nereus-plugins {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    return COMMANDS[args.command][1](args.arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

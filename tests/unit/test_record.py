@@ -1,0 +1,97 @@
+"""The record of a job: what is written is read back; what is broken says where."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from nereus_plugins.trace.record import (
+    RECORDS_FILE,
+    RecordError,
+    RecordWriter,
+    RunRecord,
+    StepRecord,
+    TransitionRecord,
+    parse_record,
+    read_records,
+)
+from nereus_plugins.trace.show import main as show
+
+
+def _records() -> list:
+    return [
+        RunRecord("r1", 1.0, "verl", {"verl": "0.9.1"}, 4, {"actor": {"tp": 2, "dp": 2}}),
+        StepRecord(
+            step=1, epoch=0, time_unix_s=2.0, step_s=3.5, stages_s={"gen": 1.0},
+            tokens={"prompt": 10, "response": 20, "total": 30}, samples=8,
+            memory_bytes={"allocated": 5}, metrics={"reward": 0.25}, plan={"actor": {"tp": 2}},
+        ),
+        TransitionRecord(
+            step=1, epoch=1, time_unix_s=3.0, outcome="committed", reason="",
+            units={"actor": {"from": "TP2", "to": "TP1", "bytes_wire": 10}},
+            seconds={"prepare": 0.5}, digest="ab",
+        ),
+    ]  # fmt: skip
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    for record in _records():
+        writer.write(record)
+    writer.close()
+    assert list(read_records(tmp_path)) == _records()
+    assert stat.S_IMODE((tmp_path / RECORDS_FILE).stat().st_mode) == 0o600
+
+
+def test_torn_last_line_is_passed_over_and_never_written_behind(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.write(_records()[0])
+    writer.close()
+    with open(tmp_path / RECORDS_FILE, "a") as file:
+        file.write('{"schema":"nereus.st')
+    assert list(read_records(tmp_path)) == _records()[:1]
+    writer = RecordWriter(tmp_path)
+    writer.write(_records()[1])
+    writer.close()
+    assert list(read_records(tmp_path)) == _records()[:2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "nereus.step/99"}, "not known"),
+        ({"schema": "other.step/1"}, "not known"),
+        ({"step": "one"}, "'step'"),
+        ({"samples": True}, "'samples'"),
+        ({"tokens": 7}, "'tokens'"),
+        ({"surprise": 1}, "'surprise'"),
+        ({"step_s": None}, "'step_s'"),
+    ],
+)
+def test_broken_records_name_the_field(change: dict, message: str) -> None:
+    data = json.loads(json.dumps(_records()[1].to_dict())) | change
+    with pytest.raises(RecordError, match=message):
+        parse_record(data)
+
+
+def test_missing_field_and_bad_line_name_file_and_line(tmp_path: Path) -> None:
+    data = _records()[1].to_dict()
+    del data["epoch"]
+    with pytest.raises(RecordError, match="epoch"):
+        parse_record(data)
+    (tmp_path / RECORDS_FILE).write_text(json.dumps(_records()[0].to_dict()) + "\nnot json\n")
+    with pytest.raises(RecordError, match=rf"{RECORDS_FILE}:2: not JSON"):
+        list(read_records(tmp_path))
+
+
+def test_show_prints_every_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = RecordWriter(tmp_path)
+    for record in _records():
+        writer.write(record)
+    assert show([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "step     1" in out
+    assert "TP2 -> TP1" in out
+    assert show([str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err
