@@ -115,7 +115,7 @@ class _NoStream:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+        return lambda *args, **kwargs: None
 
     def __enter__(self) -> _NoStream:
         return self
@@ -124,28 +124,25 @@ class _NoStream:
         return None
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    return tensor_or_module
-
-
 def _answer_torch_cuda() -> None:
+    # One function object per name: torch.compile's registry refuses one object under two names.
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = _NoStream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.current_stream = cuda.default_stream = lambda *a, **k: _NoStream()
+    cuda.current_stream = lambda device=None: _NoStream()
+    cuda.default_stream = lambda device=None: _NoStream()
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    cuda.manual_seed_all = cuda.manual_seed
-    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
-    tensor.cuda = module.cuda = _itself
+    tensor.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, *args, **kwargs: self
 
 
 # -- what needs more than a constant -----------------------------------------------------------
