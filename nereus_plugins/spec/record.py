@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import enum
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -146,7 +147,10 @@ class Record:
             if key not in fields:
                 raise unknown_key(key, fields, where)
         hints = typing.get_type_hints(cls)
-        values = {key: _decode(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+        values = {
+            key: _decode(hints[key], _number(key, value, where), f"{where}.{key}")
+            for key, value in data.items()
+        }
         for name, field in fields.items():
             no_default = (
                 field.default is dataclasses.MISSING
@@ -205,7 +209,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise SpecError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
             seen.add(key)
@@ -220,6 +224,27 @@ def load_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}: {error}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{where}: not valid YAML: {error}") from None
+
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _number(key: str, value: Any, where: str) -> Any:
+    """Sizes with a unit ("80GiB") and exponents that YAML takes for text ("25e9"), as numbers."""
+    if not isinstance(value, str) or not key.endswith(("_bytes", "_per_s", "_s", "_flops")):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z]*)\s*", value)
+    unit = match[2] if match else ""
+    is_bytes = "bytes" in key
+    try:
+        if match is None or (unit and not is_bytes):
+            raise ValueError
+        number = float(match[1]) * (_UNITS[unit] if unit else 1)
+    except (ValueError, KeyError):
+        example = " or a size such as 80GiB" if is_bytes else ""
+        raise SpecError(f"{where}.{key}: expected a number{example}, got {value!r}") from None
+    return int(number) if key.endswith("_bytes") else number
 
 
 def _encode(value: Any) -> Any:
