@@ -42,7 +42,7 @@ def install() -> bool:
         True where the shim is active, False where CUDA is present and nothing was changed.
 
     Raises:
-        RuntimeError: megatron.core was imported before, so its constants can no longer be rewritten.
+        RuntimeError: megatron.core was imported before, its constants cannot be rewritten any more.
     """
     if torch.cuda.is_available():
         return False

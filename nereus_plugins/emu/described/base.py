@@ -7,12 +7,10 @@ framework cuts its buffers, and nothing is copied: every `LocalShard.view` alias
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from nereus_plugins.emu.boxes import Box
@@ -23,10 +21,6 @@ Scalars = dict[str, Any]
 
 class UnsupportedState(RuntimeError):
     """State that is not a box of a named tensor; the message names the setting to change."""
-
-
-class ScalarMismatch(RuntimeError):
-    """Ranks of one unit disagree about state that must be the same on all of them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,10 @@ class LocalShard:
             raise ValueError(f"{self.name}: {self.box} leaves the tensor {self.global_shape}")
 
     @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.name, tuple(self.global_shape), dtype_name(self.view.dtype))
+
+    @property
     def nbytes(self) -> int:
         return self.view.numel() * self.view.element_size()
 
@@ -69,7 +67,7 @@ class DescribedUnit:
 
     Attributes:
         shards: boxes with their memory; the index of a shard is `local` in the shard table.
-        scalars: JSON-able state that is not a box (see `merge_scalars` for its layout).
+        scalars: JSON-able state that is not a box; its layout is described below in this file.
     """
 
     shards: list[LocalShard] = field(default_factory=list)
@@ -91,45 +89,22 @@ class DescribedUnit:
             rank: global rank that owns the shards.
 
         Raises:
-            ValueError: two shards disagree about the shape or dtype of one tensor.
+            TableError: two shards disagree about the shape or dtype of one tensor.
         """
-        tensors: dict[str, TensorInfo] = {}
-        index: dict[str, int] = {}
-        ids: list[int] = []
-        for shard in self.shards:
-            info = TensorInfo(shard.name, tuple(shard.global_shape), dtype_name(shard.view.dtype))
-            known = tensors.setdefault(shard.name, info)
-            if known != info:
-                raise ValueError(f"two shards of {shard.name} disagree: {known} and {info}")
-            ids.append(index.setdefault(shard.name, len(index)))
         storages = _unique_storages(self.shards)
         keys = {pointer: key for key, pointer in enumerate(storages)}
-        ndim = max((len(t.shape) for t in tensors.values()), default=1)
-        ndim = max(ndim, 1)
-        n = len(self.shards)
-        offset = np.zeros((n, ndim), np.int64)
-        shape = np.ones((n, ndim), np.int64)
-        for i, shard in enumerate(self.shards):
-            d = len(shard.box.shape)
-            offset[i, :d] = shard.box.offset
-            shape[i, :d] = shard.box.shape
-        return ShardTable(
-            tensors=tuple(tensors.values()),
-            tensor=np.asarray(ids, np.int32),
-            rank=np.full(n, rank, np.int32),
-            storage=np.asarray([keys[_pointer(s.view)] for s in self.shards], np.int32),
-            local=np.arange(n, dtype=np.int32),
-            offset=offset,
-            shape=shape,
-            storages=tuple(
+        return ShardTable.from_shards(
+            rank,
+            [(s.info, s.box, keys[_pointer(s.view)]) for s in self.shards],
+            [
                 StorageInfo(rank=rank, key=keys[p], nbytes=s.nbytes(), device=str(s.device))
                 for p, s in storages.items()
-            ),
+            ],
         )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32" for torch.float32."""
+    """The name shard tables use: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -145,11 +120,6 @@ def _unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedSto
     return out
 
 
-def flat_view(view: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Elements [start, end) of a contiguous tensor as a 1-D view."""
-    return view.detach().view(-1)[start:end]
-
-
 # -- scalars -----------------------------------------------------------------------------------
 #
 # scalars = {
@@ -159,49 +129,8 @@ def flat_view(view: torch.Tensor, start: int, end: int) -> torch.Tensor:
 #   "grad_scaler":  {...} | absent,
 # }
 #
-# A rank reports only what it holds (a pipeline stage may lack parameters that others have), so
-# the scalars of a unit are the union over its ranks.
-
-
-def merge_scalars(parts: Sequence[Mapping[str, Any]]) -> Scalars:
-    """The union of what the ranks of one unit report.
-
-    Args:
-        parts: each source rank's `DescribedUnit.scalars`; ranks without the unit pass nothing.
-
-    Returns:
-        One dict to give to `load_scalars` on every target rank.
-
-    Raises:
-        ScalarMismatch: two ranks report different values for one entry.
-    """
-    merged: Scalars = {}
-    for part in parts:
-        _merge_into(merged, part, "")
-    return merged
-
-
-def _merge_into(into: Scalars, part: Mapping[str, Any], where: str) -> None:
-    for key, value in part.items():
-        name = f"{where}{key}"
-        if key not in into:
-            into[key] = _copy(value)
-        elif isinstance(value, Mapping) and isinstance(into[key], dict):
-            _merge_into(into[key], value, f"{name}/")
-        elif not _same(into[key], value):
-            raise ScalarMismatch(
-                f"ranks of one unit disagree about {name}: {into[key]!r} and {value!r}"
-            )
-
-
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    return bool(a == b)
+# A rank reports only what it holds (a pipeline stage may lack parameters that others have); the
+# scalars of a unit are the union over its ranks, which `gtg.scalars.merge_scalars` forms.
 
 
 def scalar_value(value: Any) -> Any:

@@ -97,7 +97,7 @@ def load_scalars(
     """Set a unit's scalars: Adam steps, hyperparameters, LR scheduler, loss scale.
 
     Args:
-        scalars: the union over the source ranks (`base.merge_scalars`).
+        scalars: the union over the source ranks (`gtg.scalars.merge_scalars`).
         model_chunks, optimizer, dp_cp_group, lr_scheduler: as in `describe_megatron`.
 
     Raises:
@@ -357,7 +357,7 @@ def _refuse_extra_state(entry: Any) -> None:
         empty = data is None or len(data) == 0
     if not empty:
         raise UnsupportedState(
-            f"{entry.key} carries extra state that is not a box (fp8 scaling factors?); set fp8=None"
+            f"{entry.key} carries extra state that is not a box (fp8 scaling?); set fp8=None"
         )
 
 

@@ -112,7 +112,7 @@ def clear_rotary_caches() -> None:
 
 
 def ensure_global_memory_buffer() -> None:
-    """Megatron's scratch memory for attention, the one global a model without parallel_state needs."""
+    """Attention's scratch memory: the one global needed where parallel_state is not initialised."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

@@ -1,0 +1,73 @@
+"""Park storages in host memory and bring them back, for transitions that are staged.
+
+The tensors stay: a parked storage is resized to nothing and back, so every view, parameter, buffer
+and optimizer state that lies in it is valid again, at the same place in it, after `fetch()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class ParkedStorages:
+    """Contents of storages, held in host memory (pinned where they came from a CUDA device)."""
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        for storage in storages:
+            live = _bytes(storage)
+            host = torch.empty(live.shape, dtype=torch.uint8, pin_memory=live.is_cuda)
+            host.copy_(live, non_blocking=live.is_cuda)
+            self._parked.append((storage, host))
+        _wait(s for s, _ in self._parked)  # before the memory is given away
+        for storage, _ in self._parked:
+            storage.resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(host.numel() for _, host in self._parked)
+
+    def fetch(self) -> None:
+        """Acquire the memory again and copy the contents back. A second call does nothing.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; storages fetched so far are back, the
+                rest stays parked, and calling again continues.
+        """
+        devices = [s for s, _ in self._parked]
+        try:
+            while self._parked:
+                storage, host = self._parked[-1]
+                storage.resize_(host.numel())
+                _bytes(storage).copy_(host, non_blocking=host.is_pinned())
+                # Only now: a host copy is dropped when its content is on its way back.
+                self._parked.pop()
+                if host.is_pinned():
+                    _wait([storage])
+        finally:
+            _wait(devices)
+
+    def drop(self) -> None:
+        """Forget the contents; the storages stay empty. For a source after commit."""
+        self._parked.clear()
+
+
+def park(storages: Iterable[torch.UntypedStorage]) -> ParkedStorages:
+    """Copy storages to host memory and free theirs.
+
+    Args:
+        storages: allocations, e.g. `DescribedUnit.storages()`; each one once.
+    """
+    return ParkedStorages(storages)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
+    for device in {s.device for s in storages if s.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
