@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nereus_plugins.emu.moves import MoveTable
 from nereus_plugins.emu.table import ShardTable
@@ -95,7 +96,7 @@ class _Builder:
         self.rollout = rollout
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
-        self.columns: list[tuple[int, int, int, int, bool]] = []
+        self.blocks: list[Blocks] = []
         self.live: list[int] = []
         self.park_after: dict[int, int] = {}
         self.traffic: dict[int, Traffic] = {}
@@ -134,8 +135,12 @@ class _Builder:
             gradients = self._rank_blocks(change.gradient_bytes)
             self.live += gradients
             ranks = _ranks_of(change.source)
+            if change.gradient_bytes is not None:
+                ranks = np.union1d(ranks, np.flatnonzero(change.gradient_bytes)).astype(np.int32)
             free = self._node(Step.FREE_GRADIENTS, i, ranks, "source", releases=gradients)
-            described.append(self._node(Step.DESCRIBE, i, ranks, "source", after=[free]))
+            described.append(
+                self._node(Step.DESCRIBE, i, _ranks_of(change.source), "source", after=[free])
+            )
         return described
 
     def _move_and_verify(self, agree: int) -> list[int]:
@@ -211,20 +216,41 @@ class _Builder:
     def _storage_blocks(self, unit: int, table: ShardTable, *, parkable: bool) -> list[int]:
         # Storages in host memory (offloaded state) take no device memory, unless host is all there
         # is: a CPU job's device is the host.
-        on_device = any(s.device != "cpu" for s in table.storages)
-        start = len(self.columns)
-        for s in sorted(table.storages, key=lambda s: (s.rank, s.key)):
-            if s.device != "cpu" or not on_device:
-                self.columns.append((s.rank, s.nbytes, unit, s.key, parkable))
-        return list(range(start, len(self.columns)))
+        storages = table.storages
+        on_host = np.array([device == "cpu" for device in storages.devices], bool)[storages.device]
+        rows = np.flatnonzero(~on_host | on_host.all())
+        rows = rows[np.lexsort((storages.key[rows], storages.rank[rows]))]
+        columns = (storages.rank[rows], storages.nbytes[rows], storages.key[rows])
+        return self._add_blocks(*columns, unit=unit, parkable=parkable)
 
     def _rank_blocks(self, nbytes: ByteArray | None) -> list[int]:
         """One block a rank that has bytes here."""
-        start = len(self.columns)
-        if nbytes is not None:
-            for rank in np.flatnonzero(nbytes):
-                self.columns.append((int(rank), int(nbytes[rank]), -1, -1, False))
-        return list(range(start, len(self.columns)))
+        if nbytes is None:
+            return []
+        ranks = np.flatnonzero(nbytes)
+        return self._add_blocks(ranks, nbytes[ranks], np.full(len(ranks), -1), unit=-1)
+
+    def _add_blocks(
+        self,
+        rank: NDArray[np.integer],
+        nbytes: NDArray[np.integer],
+        key: NDArray[np.integer],
+        *,
+        unit: int,
+        parkable: bool = False,
+    ) -> list[int]:
+        start = sum(len(blocks) for blocks in self.blocks)
+        n = len(rank)
+        self.blocks.append(
+            Blocks(
+                rank=rank.astype(np.int32),
+                nbytes=nbytes.astype(np.int64),
+                unit=np.full(n, unit, np.int32),
+                key=key.astype(np.int64),
+                parkable=np.full(n, parkable, bool),
+            )
+        )
+        return list(range(start, start + n))
 
     def _target_ranks(self, change: UnitChange) -> IntArray:
         if change.target is None:
@@ -232,16 +258,7 @@ class _Builder:
         return _ranks_of(change.target)
 
     def _graph(self) -> Graph:
-        rank, nbytes, unit, key, parkable = (
-            zip(*self.columns, strict=True) if self.columns else [()] * 5
-        )
-        blocks = Blocks(
-            rank=np.array(rank, np.int32),
-            nbytes=np.array(nbytes, np.int64),
-            unit=np.array(unit, np.int32),
-            key=np.array(key, np.int64),
-            parkable=np.array(parkable, bool),
-        )
+        blocks = Blocks.concatenate(self.blocks)
         if len(blocks) and blocks.rank.max() >= self.world:
             raise GraphError(
                 f"a shard table has rank {blocks.rank.max()} in a world of {self.world}"
@@ -264,11 +281,5 @@ def _ranks_of(table: ShardTable) -> IntArray:
 
 
 def _traffic(moves: MoveTable) -> Traffic:
-    """Bytes by pair of ranks."""
-    pair = (moves.src_rank.astype(np.int64) << 32) | moves.dst_rank.astype(np.int64)
-    pairs, index = np.unique(pair, return_inverse=True)
-    nbytes = np.zeros(len(pairs), np.int64)
-    np.add.at(nbytes, index, moves.nbytes)
-    return Traffic(
-        src=(pairs >> 32).astype(np.int32), dst=(pairs & 0xFFFFFFFF).astype(np.int32), nbytes=nbytes
-    )
+    src, dst, nbytes = moves.pair_bytes()
+    return Traffic(src=src.astype(np.int32), dst=dst.astype(np.int32), nbytes=nbytes)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus_plugins.gtg.compile import Schedule
-from nereus_plugins.gtg.graph import DRIVER_STEPS, ByteArray, Node, Step, Traffic
+from nereus_plugins.gtg.graph import ByteArray, Node, Step, Traffic
 from nereus_plugins.spec import ClusterSpec
 
 Seconds = NDArray[np.float64]
@@ -67,7 +67,7 @@ def estimate(schedule: Schedule, cluster: ClusterSpec, costs: StepCosts) -> Esti
     total = prepare = 0.0
     for round_ in schedule.rounds:
         spent = round_seconds([graph.nodes[i] for i in round_.nodes], seconds, graph.world)
-        spent += 0.0 if round_.step in DRIVER_STEPS else costs.vote_s
+        spent += costs.vote_s
         by_step[round_.step.value] = by_step.get(round_.step.value, 0.0) + spent
         if round_.step is Step.COMMIT:
             prepare = total

@@ -9,7 +9,7 @@ gradients), acquired when a node begins and released when a node ends.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +73,17 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.rank)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Blocks]) -> Blocks:
+        """All rows of `parts`, in order."""
+        return cls(
+            rank=np.concatenate([np.zeros(0, np.int32), *(p.rank for p in parts)]),
+            nbytes=np.concatenate([np.zeros(0, np.int64), *(p.nbytes for p in parts)]),
+            unit=np.concatenate([np.zeros(0, np.int32), *(p.unit for p in parts)]),
+            key=np.concatenate([np.zeros(0, np.int64), *(p.key for p in parts)]),
+            parkable=np.concatenate([np.zeros(0, bool), *(p.parkable for p in parts)]),
+        )
 
     def bytes_by_rank(self, blocks: NDArray[np.integer], world: int) -> ByteArray:
         """int64[world]: bytes that these blocks (indices) take on each rank."""
@@ -153,12 +164,17 @@ class Graph:
         for edge in self.edges:
             if not (0 <= edge.before < len(self.nodes) and 0 <= edge.after < len(self.nodes)):
                 raise GraphError(f"{edge} names a node that is not in the graph")
-        for node in self.nodes:
-            if not len(node.ranks) or node.ranks[0] < 0 or node.ranks[-1] >= self.world:
-                raise GraphError(f"node {node.id} ({node.step.value}) has ranks outside the world")
         self._check_blocks("acquire", self.live, [node.acquires for node in self.nodes])
         self._check_blocks("release", self.live[:0], [node.releases for node in self.nodes])
         self._check_blocks("park", self.live[:0], [node.parks for node in self.nodes])
+        for node in self.nodes:
+            if not len(node.ranks) or node.ranks[0] < 0 or node.ranks[-1] >= self.world:
+                raise GraphError(f"node {node.id} ({node.step.value}) has ranks outside the world")
+            touched = np.concatenate([node.acquires, node.releases, node.parks])
+            if not np.isin(self.blocks.rank[touched], node.ranks).all():
+                raise GraphError(
+                    f"node {node.id} ({node.step.value}) has memory on ranks it does not run on"
+                )
 
     def _check_blocks(self, what: str, start: IntArray, used: Iterable[IntArray]) -> None:
         every = np.concatenate([start, *used])
