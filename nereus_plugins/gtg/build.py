@@ -2,10 +2,10 @@
 
 Every transition has the same shape. What the source holds is described first; then, for each unit:
 
-    build -> describe -> (plan -> agree: all units together) -> move -> verify
+    build -> describe -> (plan -> agree: all units together) -> move
 
-and for all together: commit -> release of the old -> drop groups, then, on request, what the
-trainer's driver does with rollout. Memory decides where parking comes in (`gtg.compile`).
+and for all together: verify -> commit -> release of the old -> drop groups, then, on request, what
+the trainer's driver does with rollout. Memory decides where parking comes in (`gtg.compile`).
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ class _Builder:
             self.park_after[i] = agree
         plan = self._node(Step.PLAN, -1, self.everyone, "target", after=targets)
         agree = self._node(Step.AGREE, -1, self.everyone, "target", after=[plan])
-        verified = self._move_and_verify(agree)
-        commit = self._node(Step.COMMIT, -1, self.everyone, after=verified)
+        moved = self._moves(agree)
+        verify = self._node(Step.VERIFY, -1, self.everyone, after=moved)
+        commit = self._node(Step.COMMIT, -1, self.everyone, after=[verify])
         released = [
             self._node(Step.RELEASE, i, self.everyone, "source", after=[commit], releases=blocks)
             for i, blocks in enumerate(sources)
@@ -143,8 +144,7 @@ class _Builder:
             )
         return described
 
-    def _move_and_verify(self, agree: int) -> list[int]:
-        verified: list[int] = []
+    def _moves(self, agree: int) -> list[int]:
         moved: list[int] = []
         for i, change in enumerate(self.changes):
             traffic = _traffic(self.moves[change.name]) if change.name in self.moves else None
@@ -170,8 +170,7 @@ class _Builder:
             moved.append(move)
             if traffic is not None:
                 self.traffic[move] = traffic
-            verified.append(self._node(Step.VERIFY, i, self.everyone, after=[move]))
-        return verified
+        return moved
 
     def _node(
         self,

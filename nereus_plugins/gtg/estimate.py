@@ -108,9 +108,8 @@ def node_seconds(schedule: Schedule, cluster: ClusterSpec, costs: StepCosts) -> 
     """By node id, float64[len(node.ranks)]: how long the node takes on each of its ranks."""
     graph = schedule.graph
     node_of = np.arange(graph.world) // cluster.gpus_per_node
-    moved: dict[int, Traffic] = {
-        graph.nodes[i].unit: traffic for i, traffic in graph.traffic.items()
-    }
+    loads = [link_loads(traffic, node_of, graph.world) for traffic in graph.traffic.values()]
+    checked = sum((one.read for one in loads), np.zeros(graph.world, np.int64))
     out: dict[int, Seconds] = {}
     for node in graph.nodes:
         spent = np.full(len(node.ranks), costs.constant_s.get(node.step, 0.0))
@@ -119,11 +118,8 @@ def node_seconds(schedule: Schedule, cluster: ClusterSpec, costs: StepCosts) -> 
             spent += nbytes / costs.host_bytes_per_s
         elif node.step is Step.MOVE and node.id in graph.traffic:
             spent += exchange_s(graph.traffic[node.id], node_of, graph.world, cluster, costs)
-        elif node.step is Step.VERIFY and node.unit in moved:
-            loads = link_loads(moved[node.unit], node_of, graph.world)
-            both = loads.sent_intra + loads.sent_inter + loads.received_intra
-            both += loads.received_inter + 2 * loads.local
-            spent += both[node.ranks] / costs.verify_bytes_per_s
+        elif node.step is Step.VERIFY:
+            spent += checked[node.ranks] / costs.verify_bytes_per_s
         out[node.id] = spent
     return out
 
@@ -137,6 +133,12 @@ class LinkLoads:
     received_intra: ByteArray
     received_inter: ByteArray
     local: ByteArray
+
+    @property
+    def read(self) -> ByteArray:
+        """Bytes that both ends of every move together read."""
+        wire = self.sent_intra + self.sent_inter + self.received_intra + self.received_inter
+        return wire + 2 * self.local
 
 
 def link_loads(traffic: Traffic, node_of: NDArray[np.integer], world: int) -> LinkLoads:
