@@ -298,14 +298,20 @@ def predict(
     device: str,
 ) -> ShardTable:
     """See `predicted.predict_unit`; `units` are the layout's ranks to predict."""
-    distributed = optimizer is not None and optimizer.distributed
-    if layout.sharding not in ("none", "zero1") or (layout.sharding == "zero1") > distributed:
+    if layout.sharding not in ("none", "zero1"):
         raise SpecError(
-            f"layout {layout}: backend megatron shards optimizer state only (sharding none, or "
-            "zero1 with OptimizerSpec.distributed)"
+            f"layout {layout}: backend megatron shards optimizer state only; set sharding to zero1 "
+            "(its distributed optimizer) or none"
         )
     if layout.ulysses != 1:
         raise SpecError(f"layout {layout}: backend megatron has cp, not ulysses; set ulysses=1")
+    if layout.etp > layout.tp and layout.ep == 1:
+        raise SpecError(
+            f"layout {layout}: without expert parallelism Megatron reduces expert gradients over "
+            "data-parallel ranks, which etp > tp would give different parts; lower etp or set ep"
+        )
+    # A DDP without distributed optimizer keeps weights apart; so does a model that is not trained.
+    distributed = optimizer is not None and layout.sharding == "zero1"
     stages = [stage_chunks(model, layout, stage) for stage in range(layout.pp)]
     names: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []

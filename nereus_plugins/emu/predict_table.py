@@ -54,9 +54,12 @@ class TableBuilder:
         if own_storage and len(tensor):
             keys = (rank << 32) | storage
             nbytes = shape.prod(axis=1) * self._itemsizes[tensor]
-            unique, index = np.unique(keys, return_inverse=True)
-            sums = np.zeros(len(unique), np.int64)
-            np.add.at(sums, index, nbytes)
+            if (keys[1:] > keys[:-1]).all():
+                unique, sums = keys, nbytes
+            else:
+                unique, index = np.unique(keys, return_inverse=True)
+                sums = np.zeros(len(unique), np.int64)
+                np.add.at(sums, index, nbytes)
             self._storages.append((unique >> 32, unique & 0xFFFFFFFF, sums))
 
     def add_storages(self, rank: Int64Array, key: int, nbytes: int) -> None:

@@ -67,7 +67,7 @@ RECORDS = [
     WORKLOAD,
     MODEL,
     PLAN,
-    OptimizerSpec(moments_dtype="bfloat16", distributed=False),
+    OptimizerSpec(moments_dtype="bfloat16"),
     Layout(dp=4, ulysses=2, sharding="hsdp", shard_size=4),
     LengthDistribution.lognormal(500, 0.8, max_tokens=8192),
 ]
