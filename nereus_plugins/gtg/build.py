@@ -111,9 +111,7 @@ class _Builder:
         for i, change in enumerate(self.changes):
             acquires = self._target_blocks(i, change)
             build = self._node(Step.BUILD, i, self.everyone, after=[agree], acquires=acquires)
-            targets.append(
-                self._node(Step.DESCRIBE, i, self._target_ranks(change), "target", after=[build])
-            )
+            targets.append(self._node(Step.DESCRIBE, i, self.everyone, "target", after=[build]))
             self.park_after[i] = agree
         plan = self._node(Step.PLAN, -1, self.everyone, "target", after=targets)
         agree = self._node(Step.AGREE, -1, self.everyone, "target", after=[plan])
@@ -135,23 +133,14 @@ class _Builder:
         for i, change in enumerate(self.changes):
             gradients = self._rank_blocks(change.gradient_bytes)
             self.live += gradients
-            ranks = _ranks_of(change.source)
-            if change.gradient_bytes is not None:
-                ranks = np.union1d(ranks, np.flatnonzero(change.gradient_bytes)).astype(np.int32)
-            free = self._node(Step.FREE_GRADIENTS, i, ranks, "source", releases=gradients)
-            described.append(
-                self._node(Step.DESCRIBE, i, _ranks_of(change.source), "source", after=[free])
-            )
+            free = self._node(Step.FREE_GRADIENTS, i, self.everyone, "source", releases=gradients)
+            described.append(self._node(Step.DESCRIBE, i, self.everyone, "source", after=[free]))
         return described
 
     def _moves(self, agree: int) -> list[int]:
         moved: list[int] = []
         for i, change in enumerate(self.changes):
-            traffic = _traffic(self.moves[change.name]) if change.name in self.moves else None
-            if traffic is not None:
-                ranks = np.union1d(traffic.src, traffic.dst).astype(np.int32)
-            else:
-                ranks = np.union1d(_ranks_of(change.source), self._target_ranks(change))
+            ranks = self._moving_ranks(change)
             staging = np.zeros(self.world, np.int64)
             staging[ranks] = self.staging_bytes
             blocks = self._rank_blocks(staging)
@@ -168,8 +157,8 @@ class _Builder:
                 if len(np.intersect1d(self.nodes[earlier].ranks, ranks)):
                     self.edges.append(Edge(earlier, move, "link"))
             moved.append(move)
-            if traffic is not None:
-                self.traffic[move] = traffic
+            if change.name in self.moves:
+                self.traffic[move] = _traffic(self.moves[change.name])
         return moved
 
     def _node(
@@ -251,10 +240,10 @@ class _Builder:
         )
         return list(range(start, start + n))
 
-    def _target_ranks(self, change: UnitChange) -> IntArray:
+    def _moving_ranks(self, change: UnitChange) -> IntArray:
         if change.target is None:
             return self.everyone
-        return _ranks_of(change.target)
+        return np.union1d(change.source.rank, change.target.rank).astype(np.int32)
 
     def _graph(self) -> Graph:
         blocks = Blocks.concatenate(self.blocks)
@@ -273,10 +262,6 @@ class _Builder:
             park_after=self.park_after,
             traffic=self.traffic,
         )
-
-
-def _ranks_of(table: ShardTable) -> IntArray:
-    return np.unique(table.rank).astype(np.int32)
 
 
 def _traffic(moves: MoveTable) -> Traffic:
