@@ -333,10 +333,11 @@ class _SourceChoice:
             raise TableError(f"node_of has {len(self._node)} entries, the tables {world} ranks")
         self._nodes = int(self._node.max(initial=0)) + 1
         key = owner * self._nodes + self._node[rank]
-        self._by_node = np.lexsort((rank, key))
-        self._node_key, self._node_start, self._node_count = np.unique(
-            key[self._by_node], return_index=True, return_counts=True
-        )
+        self._by_node = np.argsort(key, kind="stable")  # entries come ascending by rank
+        key = key[self._by_node]
+        begins = np.flatnonzero(np.concatenate((key[:1] >= 0, key[1:] != key[:-1])))
+        self._node_key, self._node_start = key[begins], begins
+        self._node_count = np.diff(begins, append=len(key))
 
     def _phases(self, rank: Int64Array, nbytes: Int64Array) -> NDArray[np.float64]:
         """float64[u]: by bytes, how far along the boxes with the same holders each box is."""

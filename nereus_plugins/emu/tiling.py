@@ -44,15 +44,15 @@ class FlatSpace:
     def numel(self) -> int:
         return int(self.base[-1])
 
-    def first(self, tensor: NDArray[np.integer], offset: Int64Array) -> Int64Array:
+    def first(self, tensor: Int64Array, offset: Int64Array) -> Int64Array:
         """int64[n]: address of each box's first element."""
         return self.base[tensor] + self.span(tensor, offset)
 
-    def span(self, tensor: NDArray[np.integer], steps: Int64Array) -> Int64Array:
+    def span(self, tensor: Int64Array, steps: Int64Array) -> Int64Array:
         """int64[n]: how far `steps` (int64[n, D]) index steps are apart in addresses."""
-        total = np.zeros(len(tensor), dtype=np.int64)
-        for dim in range(steps.shape[1]):
-            total += self.strides[:, dim][tensor] * steps[:, dim]
+        total = steps[:, -1].copy()  # the last stride is 1
+        for dim in range(steps.shape[1] - 1):
+            total += np.ascontiguousarray(self.strides[:, dim])[tensor] * steps[:, dim]
         return total
 
 
@@ -112,12 +112,13 @@ def unique_boxes(
     shape: Int64Array,
 ) -> UniqueBoxes:
     """Group rows (as of a `ShardTable`) by equal box; empty boxes are left out."""
-    full = (shape > 0).all(axis=1)
-    if not full.all():
-        tensor, rank, local = tensor[full], rank[full], local[full]
+    number = tensor.astype(np.int64)  # once, instead of at each indexing
+    if not shape.all():
+        full = shape.all(axis=1)
+        number, rank, local = number[full], rank[full], local[full]
         offset, shape = offset[full], shape[full]
-    first = space.first(tensor, offset)
-    last = first + space.span(tensor, shape - 1)
+    first = space.first(number, offset)
+    last = first + space.span(number, shape - 1)
     order, begins = _group_pairs(first, last)
     sample = order[begins]  # one row for each box
     by_address = np.lexsort((last[sample], first[sample]))
@@ -135,7 +136,7 @@ def unique_boxes(
     counts = np.bincount(box, minlength=len(sample))
     return UniqueBoxes(
         space=space,
-        tensor=tensor[sample].astype(np.int64),
+        tensor=number[sample],
         offset=offset[sample],
         shape=shape[sample],
         first=first[sample],
