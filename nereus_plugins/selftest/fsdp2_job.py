@@ -33,7 +33,7 @@ from nereus_plugins.emu.described.fsdp2 import (
 from nereus_plugins.selftest.groups import GroupSet, along
 from nereus_plugins.spec import Layout
 
-SEQUENCE, SAMPLES = 12, 8  # tokens, samples of a global batch
+SEQUENCE, SAMPLES = 12, 12  # tokens, samples of a global batch
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Fsdp2Built:
         self.layout = layout
         self.active = dist.get_rank() < layout.world_size
         self.groups = GroupSet(timeout_s=60)
+        self.everyone: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None
         self.module: Any = None
@@ -160,7 +161,8 @@ class Fsdp2Job:
         return old
 
     def release(self, built: Fsdp2Built) -> None:
-        built.module = built.optimizer = built.scheduler = built.mesh = built.data_group = None
+        built.module = built.optimizer = built.scheduler = built.mesh = None
+        built.everyone = built.data_group = None
         private.clear_sharding_cache()  # its keys hold the old meshes
         gc.collect()
         built.groups.destroy()
@@ -172,6 +174,7 @@ class Fsdp2Job:
     def _form_meshes(self, built: Fsdp2Built) -> None:
         """Groups are formed by all ranks of the job, meshes over them by the layout's own."""
         layout = built.layout
+        built.everyone = built.groups.form([range(layout.world_size)])
         built.data_group = built.groups.form(along(layout, "dp"))
         if layout.sharding == "hsdp":
             # Shard groups are neighbours, replicas are apart: rank = replica * shard_size + shard.
