@@ -123,13 +123,13 @@ def _same_losses(a: list[float | None], b: list[float | None]) -> list[str]:
 # -- 1. bit-exact ------------------------------------------------------------------------------
 
 
-def bit_exact(bench: Bench, backend: str, quick: bool) -> list[dict[str, Any]]:
-    """Moves, round trips and checkpoints, for every pair of layouts that fits."""
+def bit_exact(bench: Bench, backend: str, quick: bool, at_least: int = 1) -> list[dict[str, Any]]:
+    """Moves, round trips and checkpoints, for the pairs that `cases` names for this many ranks."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
     notes = _Notebook(bench, control)
     driver = _Driver(bench, control)
     never_moved: dict[str, tuple[State, list[float | None]]] = {}
-    for case in cases(backend, bench.world, quick=quick):
+    for case in cases(backend, bench.world, at_least=at_least, quick=quick):
         key = f"{case.model} {case.source}"
         if key not in never_moved:
             never_moved[key] = _plain_runs(case, bench, notes)
