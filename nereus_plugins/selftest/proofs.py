@@ -31,7 +31,7 @@ from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.metadata import gather_tables
 
 UNIT = "model"
-STAGING_BYTES = 64 << 10
+STAGING_BYTES = 8 << 10  # of a staged transition: the models are small
 BEFORE, AFTER, IN_TARGET = 2, 3, 2  # optimizer steps
 # Phases before the commit record; "park" and "fetch" are those of a staged transition.
 FAILING_PHASES = ("free_gradients", "build", "describe", "plan", "agree", "move", "verify")
@@ -115,7 +115,7 @@ class _Driver:
             options=TransitionOptions(
                 timeout_s=self.bench.timeout_s,
                 memory_budget_bytes=budget.nbytes if budget else None,
-                staging_bytes=STAGING_BYTES,
+                staging_bytes=STAGING_BYTES if budget else None,
             ),
         )
         predicted = {UNIT: budget.target} if budget else None
@@ -311,7 +311,7 @@ def _budget(job: Any, target: Layout, bench: Bench) -> _Budget:
     ]
     larger = max(max(pair) for pair in zip(*sizes, strict=True))
     both = max(sum(pair) for pair in zip(*sizes, strict=True))
-    nbytes = larger + 2 * STAGING_BYTES
+    nbytes = larger + 8 * STAGING_BYTES
     assert nbytes < both, "the model is too small to need staging"
     return _Budget(nbytes, tables[1])
 
