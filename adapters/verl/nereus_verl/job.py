@@ -155,6 +155,14 @@ class VerlJob:
     def layout(self, unit: str) -> Layout:
         return self._layouts[unit]
 
+    def data_parallelism_changed(self) -> bool:
+        """Whether a unit that trains has another number of data-parallel ranks than at the start."""
+        return any(
+            layout.dp != self.checked.layouts[name].dp
+            for name, layout in self._layouts.items()
+            if name != "ref"
+        )
+
     def at_boundary(self, step: int) -> TransitionRecord | None:
         """Run what is scheduled for the end of `step`; None if nothing is."""
         self._step = step
