@@ -42,7 +42,7 @@ from nereus_plugins.emu.unit import BuiltUnit, ElasticUnit
 from nereus_plugins.gtg.build import UnitChange, build_graph
 from nereus_plugins.gtg.compile import Schedule, compile_graph
 from nereus_plugins.gtg.faults import inject
-from nereus_plugins.gtg.graph import DRIVER_STEPS, Node, Step
+from nereus_plugins.gtg.graph import Node, Step
 from nereus_plugins.gtg.journal import EpochError
 from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
@@ -52,8 +52,8 @@ from nereus_plugins.transport.control import Control, RankLost
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
 
-# Exchange rounds in the air at once; each takes up to two staging buffers, and one is spare.
-_ROUNDS_IN_FLIGHT = 3
+# What an exchange may take on a device, in messages; the transport adds one for digests.
+_STAGING_BUFFERS = 6
 
 
 @dataclass(frozen=True)
@@ -199,16 +199,16 @@ class RankTransition:
             self._attempt = attempt
             return attempt.report
         self._attempt = attempt
-        for step, subject in _PROLOGUE:
-            self._run(step, subject, list(attempt.target))
+        for index, (step, subject) in enumerate(_PROLOGUE):
+            self._run(index, step, subject, list(attempt.target))
         schedule = attempt.schedule
         assert schedule is not None
-        after_agree = next(i for i, r in enumerate(schedule.rounds) if r.step is Step.AGREE)
-        for round_ in schedule.rounds[after_agree + 1 :]:
+        for index, round_ in enumerate(schedule.rounds):
             if round_.step is Step.COMMIT:
                 break
-            nodes = [schedule.graph.nodes[i] for i in round_.nodes]
-            self._run(round_.step, nodes[0].subject, self._names(nodes))
+            if index >= len(_PROLOGUE):
+                nodes = [schedule.graph.nodes[i] for i in round_.nodes]
+                self._run(index, round_.step, nodes[0].subject, self._names(nodes))
         return attempt.report
 
     def commit(self) -> None:
@@ -221,7 +221,7 @@ class RankTransition:
         attempt = self._prepared()
         attempt.release_report = ReleaseReport(attempt.epoch, self.rank)
         if attempt.target:
-            self._vote_step(Step.COMMIT, "", lambda: None)
+            self._vote_step(Step.COMMIT, "commit", lambda: None)
             try:
                 for name in attempt.target:
                     attempt.old[name] = self.units[name].switch(attempt.built[name])
@@ -307,10 +307,8 @@ class RankTransition:
             report.units[name] = UnitReport(str(self.units[name].layout()), str(layout))
         return _Attempt(epoch, changes, predicted, report)
 
-    def _run(self, step: Step, subject: str, names: list[str]) -> None:
+    def _run(self, index: int, step: Step, subject: str, names: list[str]) -> None:
         """One round: this rank's part of it, then a vote."""
-        if step in DRIVER_STEPS:
-            return
         attempt = self._prepared()
         work: dict[tuple[Step, str], Callable[[_Attempt, list[str]], None]] = {
             (Step.FREE_GRADIENTS, "source"): self._free_gradients,
@@ -326,19 +324,14 @@ class RankTransition:
             (Step.MOVE, ""): self._move,
             (Step.VERIFY, ""): self._verify,
         }
-        if step in (Step.FORM_GROUPS, Step.BUILD):
-            # These wait for every peer through groups that cannot be broken from outside: begin
-            # only when all ranks are known to be here.
-            self._vote_step(step, f"{step.value}.ready", lambda: None)
-            self._vote_step(
-                step,
-                ".".join([step.value, *names]),
-                lambda: work[step, subject](attempt, names),
-                injected=False,
-            )
-        else:
-            label = ".".join([step.value, subject, *names])
-            self._vote_step(step, label, lambda: work[step, subject](attempt, names))
+        label = f"{index}.{step.value}"
+        waits = step in (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
+        if waits:
+            # These wait for every peer in ways that cannot be broken from outside: begin only when
+            # all ranks are known to be here.
+            self._vote_step(step, f"{label}.ready", lambda: None)
+        run = work[step, subject]
+        self._vote_step(step, label, lambda: run(attempt, names), injected=not waits)
 
     def _free_gradients(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
@@ -358,7 +351,7 @@ class RankTransition:
         attempt.transport = TorchTransport(
             group,
             staging_bytes=self.options.staging_bytes,
-            rounds_in_flight=_ROUNDS_IN_FLIGHT,
+            staging_buffers=_STAGING_BUFFERS,
             checksum=self.options.checksum,
             timeout_s=self.options.timeout_s,
         )
@@ -385,7 +378,7 @@ class RankTransition:
             changes,
             world=self.world,
             memory_budget_bytes=self.options.memory_budget_bytes,
-            staging_bytes=(2 * _ROUNDS_IN_FLIGHT + 1) * attempt.transport.staging_bytes,
+            staging_bytes=(_STAGING_BUFFERS + 1) * attempt.transport.staging_bytes,
         )
         attempt.schedule = compile_graph(graph)
         attempt.report.mode = attempt.schedule.mode
@@ -488,7 +481,7 @@ class RankTransition:
             attempt.transport.abort()
         lost: tuple[int, ...] = ()
         try:
-            failed = self._vote(attempt, label or step.value, error)
+            failed = self._vote(attempt, label, error)
         except RankLost as missing:
             lost, failed = missing.ranks, (missing.ranks[0], str(missing))
             error = error or missing
