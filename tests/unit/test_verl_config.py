@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from nereus_verl import capabilities, jobconfig, stamp
-from nereus_verl.config import NereusConfig, global_plan_layouts, plan_layouts
+from nereus_verl.config import EngineDefaults, NereusConfig, global_plan_layouts, plan_layouts
 
 from nereus_plugins.spec import GlobalPlan, Layout, ModelSpec, ModelStage, SpecError
 
@@ -130,7 +130,7 @@ def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
 
 
 def layouts_of(plan: dict[str, Any], backend: str = "fsdp2", world: int = 4) -> dict[str, Layout]:
-    units = {"actor": True, "critic": True, "ref": True}
+    units = dict.fromkeys(("actor", "critic", "ref"), EngineDefaults())
     return plan_layouts(plan, units=units, backend=backend, world_size=world, where="here")
 
 
@@ -205,6 +205,16 @@ def test_layout_settings_start_what_they_describe() -> None:
     for path, value in jobconfig.layout_settings(unit, wanted).items():
         put(config, path, value)
     assert jobconfig.start_layout(config, unit) == wanted
+
+
+def test_sequence_parallelism_is_carried_as_verl_sets_it() -> None:
+    config = put(job("megatron"), "actor_rollout_ref.actor.megatron.sequence_parallel", True)
+    unit = jobconfig.units(config)["actor"]
+    units = {"actor": jobconfig.engine_defaults(config, unit)}
+    found = plan_layouts({"tp": 2}, units=units, backend="megatron", world_size=4, where="here")
+    assert found["actor"].sequence_parallel
+    override = "actor_rollout_ref.actor.megatron.override_transformer_config.sequence_parallel"
+    assert not jobconfig.engine_defaults(put(config, override, False), unit).sequence_parallel
 
 
 # -- refusals ----------------------------------------------------------------------------------

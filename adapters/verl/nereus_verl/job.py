@@ -83,12 +83,13 @@ class VerlJob:
         self._node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
         for answer in answers:
             built = {name: Layout.from_dict(f) for name, f in answer["layouts"].items()}
-            if built != self._layouts:
+            if any(not _same_ranks(built[name], self._layouts[name]) for name in self._layouts):
                 raise RuntimeError(
                     f"verl built {_listed(built)} on rank {answer['rank']}, its configuration "
                     f"says {_listed(self._layouts)}; give actor, critic and ref settings that "
                     "agree (Megatron: the same tensor and pipeline sizes)"
                 )
+        self._layouts = built
         self._records.write(
             RunRecord(
                 run_id=uuid.uuid4().hex,
@@ -156,7 +157,7 @@ class VerlJob:
         return self._layouts[unit]
 
     def data_parallelism_changed(self) -> bool:
-        """Whether a unit that trains has another number of data-parallel ranks than at the start."""
+        """Whether a unit that trains has another dp than at the job's start."""
         return any(
             layout.dp != self.checked.layouts[name].dp
             for name, layout in self._layouts.items()
@@ -237,7 +238,9 @@ class VerlJob:
 
     def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
         patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
-        return call_all(self._workers, phase, function, *args, timeout_s=patience)
+        return call_all(
+            self._workers, phase, function, *args, timeout_s=patience, hopeless=_lost_ranks
+        )
 
     def _budget(self) -> int | None:
         """Device bytes for old and new state on one rank; the same for all ranks."""
@@ -284,6 +287,15 @@ class VerlJob:
         }
 
 
+def _lost_ranks(answer: Any) -> str:
+    """Why the job cannot go on after a rank's answer, "" if it can."""
+    aborted = answer.get("aborted") if isinstance(answer, dict) else None
+    if not aborted or not aborted["lost_ranks"]:
+        return ""
+    lost = ", ".join(map(str, aborted["lost_ranks"]))
+    return f"rank(s) {lost} are dead or hung; {aborted['phase']}: {aborted['reason']}"
+
+
 class _Run:
     """One transition as the driver sees it, on its way to a record."""
 
@@ -302,16 +314,13 @@ class _Run:
         return _Timed(self.seconds, phase)
 
     def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the ranks gave up. Raises: TransitionFailed if ranks were lost or disagree."""
+        """Whether the ranks gave up. Raises: TransitionFailed if only some did."""
         given_up = [answer["aborted"] for answer in answers if "aborted" in answer]
         if not given_up:
             return False
         first = given_up[0]
         self.outcome = "aborted"
         self.reason = f"rank {first['rank']} in {first['phase']}: {first['reason']}"
-        lost = sorted({rank for entry in given_up for rank in entry["lost_ranks"]})
-        if lost:
-            raise TransitionFailed(f"rank(s) {lost} are dead or hung; {self.reason}")
         if len(given_up) != len(answers):
             raise TransitionFailed(f"only some ranks gave up: {self.reason}")
         return True
@@ -384,6 +393,11 @@ def say(text: str) -> None:
 
 def _listed(layouts: Mapping[str, Layout]) -> str:
     return ", ".join(f"{name} {layout}" for name, layout in layouts.items())
+
+
+def _same_ranks(a: Layout, b: Layout) -> bool:
+    """Whether state is cut alike; sequence parallelism cuts activations only."""
+    return dataclasses.replace(a, sequence_parallel=b.sequence_parallel and a.tp > 1) == b
 
 
 def _versions() -> dict[str, str]:
