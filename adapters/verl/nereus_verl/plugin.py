@@ -43,7 +43,7 @@ def _fail_jobs_that_ask(trainers: ModuleType, cause: Exception) -> None:
     from verl.trainer.ppo.v1 import trainer_base
 
     def failing(base: type) -> type:
-        class FailingTrainer(base):  # type: ignore[misc]
+        class FailingTrainer(base):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 config = kwargs.get("config", args[0] if args else None) or {}
                 if (config.get("nereus") or {}).get("enable"):

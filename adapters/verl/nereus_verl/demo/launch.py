@@ -1,4 +1,4 @@
-"""Starts verl's own `main_ppo` on CPU as a subprocess: used by the demo, the recipes and the tests."""
+"""Starts verl's own `main_ppo` on CPU as a subprocess: for the demo, the recipes and the tests."""
 
 from __future__ import annotations
 
@@ -90,10 +90,7 @@ class JobResult:
 
 def overrides(job: Job, work_dir: Path, ray_dir: Path) -> list[str]:
     """The Hydra overrides of `job`. ray_dir: a short path, as Ray's sockets lie deep below it."""
-    if job.engine == "fsdp2":
-        engine = _fsdp2_overrides(job)
-    else:
-        engine = _megatron_overrides(job)
+    engine = _fsdp2_overrides(job) if job.engine == "fsdp2" else _megatron_overrides(job)
     arl = "actor_rollout_ref"
     rows = job.batch_prompts * job.samples_per_prompt
     common = {
@@ -337,9 +334,10 @@ def _end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
     marker = str(ray_dir).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # Ray's workers are named by Ray, but carry the directory in their environment or arguments.
-            if marker in (entry / "cmdline").read_bytes() or marker in (
-                entry / "environ"
-            ).read_bytes():
+            # Ray names its workers, but they carry the directory in environment or arguments.
+            if (
+                marker in (entry / "cmdline").read_bytes()
+                or marker in (entry / "environ").read_bytes()
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(ray_dir, ignore_errors=True)
