@@ -131,9 +131,10 @@ class _Attempt:
     source_tables: dict[str, ShardTable] = field(default_factory=dict)
     scalars: dict[str, Scalars] = field(default_factory=dict)
     schedule: Schedule | None = None
+    round_index: int = 0
     transport: TorchTransport | None = None
     group: dist.ProcessGroup | None = None
-    parked: dict[str, ParkedStorages] = field(default_factory=dict)
+    parked: dict[str, list[ParkedStorages]] = field(default_factory=dict)
     built: dict[str, BuiltUnit] = field(default_factory=dict)
     described: dict[str, DescribedUnit] = field(default_factory=dict)
     target_tables: dict[str, ShardTable] = field(default_factory=dict)
@@ -254,8 +255,8 @@ class RankTransition:
             start = time.perf_counter()
             failure = self._catch(self.units[name].release, attempt.old.pop(name))
             error = error or failure
-            if name in attempt.parked:
-                attempt.parked.pop(name).drop()
+            for parked in attempt.parked.pop(name, []):
+                parked.drop()
             report.units[name] = time.perf_counter() - start
         if attempt.transport is not None:
             error = self._catch(attempt.transport.close) or error
@@ -310,6 +311,7 @@ class RankTransition:
     def _run(self, index: int, step: Step, subject: str, names: list[str]) -> None:
         """One round: this rank's part of it, then a vote."""
         attempt = self._prepared()
+        attempt.round_index = index
         work: dict[tuple[Step, str], Callable[[_Attempt, list[str]], None]] = {
             (Step.FREE_GRADIENTS, "source"): self._free_gradients,
             (Step.DESCRIBE, "source"): self._describe_source,
@@ -394,10 +396,12 @@ class RankTransition:
         assert schedule is not None
         for name in names:
             with self._timed(attempt, name, "park"):
-                keys = schedule.parked(schedule.graph.units.index(name), self.rank)
+                unit = schedule.graph.units.index(name)
+                keys = schedule.parked(attempt.round_index, unit, self.rank)
                 storages = attempt.source[name].storages()
-                attempt.parked[name] = park([storages[key] for key in keys])
-                attempt.report.units[name].bytes_parked = attempt.parked[name].nbytes
+                parked = park([storages[key] for key in keys])
+                attempt.parked.setdefault(name, []).append(parked)
+                attempt.report.units[name].bytes_parked += parked.nbytes
 
     def _build(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
@@ -437,8 +441,8 @@ class RankTransition:
         for name in names:
             with self._timed(attempt, name, "move"):
                 source = attempt.source[name].shards
-                if name in attempt.parked:
-                    source = _from_host(source, attempt.parked[name])
+                for parked in attempt.parked.get(name, []):
+                    source = _from_host(source, parked)
                 done = attempt.transport.exchange(
                     attempt.moves[name], source, attempt.described[name].shards
                 )
@@ -534,8 +538,9 @@ class RankTransition:
         try:
             inject("fetch", self.rank, attempt.epoch)
         finally:
-            for parked in attempt.parked.values():
-                parked.fetch()
+            for one_unit in attempt.parked.values():
+                for parked in one_unit:
+                    parked.fetch()
 
     # ------------------------------------------------------------------ small parts
 

@@ -2,8 +2,8 @@
 
     NEREUS_FAULT="step=<phase>,rank=<r>,kind=raise|kill|hang|corrupt[,epoch=N][,seconds=S]"
 
-Several faults are separated by ";". Unset, `inject` does nothing. Every phase of a transition calls it once per rank before doing its
-work.
+Several faults are separated by ";". Unset, `inject` does nothing. Every phase of a transition calls
+it once per rank before doing its work.
 """
 
 from __future__ import annotations

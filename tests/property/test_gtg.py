@@ -275,8 +275,15 @@ def test_random_transitions_execute(data: st.DataObject) -> None:
     assert (cost.recovery_s > 0) == (schedule.mode == "staged")
     again = compile_graph(graph)
     assert again.digest == schedule.digest
-    parked = {(u, r) for u in range(len(changes)) for r in range(world) if schedule.parked(u, r)}
+    parked = [
+        (unit, rank, key)
+        for index in range(len(schedule.rounds))
+        for unit in range(len(changes))
+        for rank in range(world)
+        for key in schedule.parked(index, unit, rank)
+    ]
     assert bool(parked) == (schedule.mode == "staged")
+    assert len(set(parked)) == len(parked), "a storage is parked twice"
 
 
 # ---------------------------------------------------------------- random graphs of any shape
