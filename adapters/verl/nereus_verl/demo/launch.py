@@ -184,6 +184,8 @@ def _fsdp2_overrides(job: Job) -> list[str]:
             f"{engine}.model_dtype=fp32",
             f"{engine}.dtype=float32",
             f"{engine}.seed={job.seed}",
+            # Otherwise nothing seeds the critic's new value head.
+            f"{engine}.full_determinism=True",
         ]
     return out
 
