@@ -179,9 +179,10 @@ class _Compiler:
             )
 
     def _ready(self) -> list[Node]:
-        """Nodes that wait for nothing, in the order of steps, then units."""
+        """Nodes that wait for nothing, in the order of steps, then units. What concerns targets
+        comes after what else can run: all units are built before any is described."""
         ready = [self.nodes[i] for i in self.left if self.waits[i] <= self.done]
-        return sorted(ready, key=lambda n: (_ORDER[n.step], n.unit, n.id))
+        return sorted(ready, key=lambda n: (n.subject == "target", _ORDER[n.step], n.unit, n.id))
 
     def _fits(self, acquires: IntArray) -> bool:
         return not len(self._short(acquires))

@@ -25,7 +25,7 @@ from nereus_plugins.gtg.scalars import coordinate, derived_seed
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
 
-from .spawn import run_ranks
+from .spawn import run_ranks, run_ranks_outcomes
 
 WORLD = 4
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
