@@ -121,7 +121,8 @@ class _Driver:
         predicted = {UNIT: budget.target} if budget else None
         report = transition.prepare({UNIT: layout}, self.epoch, predicted)
         wanted = "staged" if budget else "intact"
-        assert report.mode == wanted, f"the transition was {report.mode}, not {wanted}"
+        if report.mode != wanted:
+            raise RuntimeError(f"the transition was {report.mode}, not {wanted}")
         transition.commit()
         transition.release()
         return report.units[UNIT].bytes_received
@@ -312,7 +313,8 @@ def _budget(job: Any, target: Layout, bench: Bench) -> _Budget:
     larger = max(max(pair) for pair in zip(*sizes, strict=True))
     both = max(sum(pair) for pair in zip(*sizes, strict=True))
     nbytes = larger + 8 * STAGING_BYTES
-    assert nbytes < both, "the model is too small to need staging"
+    if nbytes >= both:
+        raise RuntimeError("the model is too small to need staging")
     return _Budget(nbytes, tables[1])
 
 
