@@ -10,11 +10,21 @@ import pytest
 from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.emu.table import ShardTable, StorageInfo, TensorInfo, concat
-from nereus_plugins.gtg.build import UnitChange, build_graph
+from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph, changes_between
 from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
 from nereus_plugins.gtg.estimate import StepCosts, byte_bound_s, estimate
 from nereus_plugins.gtg.graph import GraphError, Step
-from nereus_plugins.spec import ClusterSpec, GPUSpec, Layout, LinkSpec
+from nereus_plugins.spec import (
+    Assignment,
+    ClusterSpec,
+    GlobalPlan,
+    GPUSpec,
+    Layout,
+    LinkSpec,
+    ModelSpec,
+    ModelStage,
+    OptimizerSpec,
+)
 
 TENSOR = TensorInfo("weight/w", (8, 100), "float32")  # 3200 bytes
 
@@ -119,3 +129,42 @@ def test_estimate_of_a_known_exchange() -> None:
     assert cost.seconds_by_step["move"] == 16.0 + 1.0 + 0.5
     assert cost.critical_path_s == pytest.approx(5.0 + 17.0 + 0.5 * len(schedule.rounds))
     assert cost.recovery_s == 0.0
+
+
+def test_two_global_plans_are_estimated_from_the_spec_alone() -> None:
+    model = ModelSpec(
+        name="small",
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        vocab_size=128,
+    )
+    units = [
+        PlannedUnit("actor", ModelStage.ACTOR_TRAIN, model, "megatron", OptimizerSpec()),
+        PlannedUnit("ref", ModelStage.REF_LOGPROB, model, "megatron"),
+    ]
+    small, large = Assignment(Layout(tp=2, pp=2)), Assignment(Layout(tp=1, pp=4, dp=2))
+    moved = Assignment(Layout(tp=2, pp=2), devices=(4, 5, 6, 7))
+    old = GlobalPlan({ModelStage.ACTOR_TRAIN: small, ModelStage.REF_LOGPROB: small})
+    new = GlobalPlan({ModelStage.ACTOR_TRAIN: large, ModelStage.REF_LOGPROB: moved})
+    assert changes_between(old, old, units) == []
+    changes = changes_between(old, new, units)
+    assert [c.name for c in changes] == ["actor", "ref"]
+    assert changes[1].target.ranks == (4, 5, 6, 7)
+    moves = {c.name: plan_moves(c.source, c.target) for c in changes}
+    schedule = compile_graph(build_graph(changes, world=8, moves=moves))
+    cluster = ClusterSpec(
+        nodes=1,
+        gpus_per_node=8,
+        gpu=GPUSpec(
+            name="g", memory_bytes=1 << 30, peak_flops=1.0, memory_bandwidth_bytes_per_s=1.0
+        ),
+        intra_node=LinkSpec(bandwidth_bytes_per_s=1e9),
+        inter_node=LinkSpec(bandwidth_bytes_per_s=1e9),
+    )
+    cost = estimate(schedule, cluster, StepCosts())
+    weights = 2 * model.num_parameters()
+    assert cost.bytes_sent.sum() >= weights  # the reference moves whole to other devices
+    assert 0 < byte_bound_s(schedule.graph.traffic, 8, cluster) <= cost.critical_path_s
