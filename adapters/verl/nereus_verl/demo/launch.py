@@ -316,7 +316,7 @@ def run(
         process.wait()
     finally:
         timer.cancel()
-        _end_session(process, ray_dir)
+        end_session(process, ray_dir)
     return JobResult(process.returncode, log, read_metrics(metrics))
 
 
@@ -328,7 +328,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 
-def _end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
+def end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
     """Ends what is left of the job: its own session, and the Ray processes of its own directory."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
