@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from nereus_plugins.gtg.journal import Journal
+from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage
@@ -200,6 +200,8 @@ class VerlJob:
             except (WorkersFailed, TransitionFailed) as error:
                 run.outcome, run.reason = "failed", str(error)
                 self._records.write(run.record())
+                if run.journaled and self._epoch != run.epoch:
+                    self._journal.abort(epoch=run.epoch, reason=run.reason)
                 raise TransitionFailed(self._last_words(run)) from error
         record = run.record()
         self._records.write(record)
@@ -220,9 +222,17 @@ class VerlJob:
         if len(digests) != 1:
             self._call("abort", worker.abort)
             raise TransitionFailed(f"ranks prepared different schedules: {sorted(digests)}")
-        with run.timed("journal"):
-            after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
-            self._journal.commit(epoch=run.epoch, plan=after, digest=digests.pop(), step=self._step)
+        after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
+        try:
+            with run.timed("journal"):
+                self._journal.commit(
+                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step
+                )
+        except (OSError, JournalError, EpochError) as error:
+            self._call("abort", worker.abort)
+            run.outcome, run.reason = "aborted", f"the journal was not written: {error}"
+            return
+        run.journaled = True
         with run.timed("commit"):
             answers = self._call("commit", worker.commit)
         if run.aborted(answers):
@@ -306,6 +316,7 @@ class _Run:
         self.outcome = "committed"
         self.reason = ""
         self.digest = ""
+        self.journaled = False
         self.mode = "unchanged"
         self.units: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}

@@ -212,4 +212,17 @@ def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[st
     return out
 
 
-trainer_base.TRAINER_REGISTRY["sync"] = NereusTrainer
+def _refusing(trainer: type) -> type:
+    """`trainer`, except that it does not start a job that asks for Nereus."""
+
+    class WithoutNereus(trainer):
+        def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+            _check(config)
+            super().__init__(config, *args, **kwargs)
+
+    WithoutNereus.__name__ = WithoutNereus.__qualname__ = trainer.__name__
+    return WithoutNereus
+
+
+for _mode, _trainer in list(trainer_base.TRAINER_REGISTRY.items()):
+    trainer_base.TRAINER_REGISTRY[_mode] = NereusTrainer if _mode == "sync" else _refusing(_trainer)
