@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import gc
 import hashlib
 import os
 import time
@@ -291,9 +292,8 @@ def _fail_and_go_on(
     for unit in units.values():
         unit.train()
     seen = []
-    epoch = 0
-    for step, bad_rank, kind in faults:
-        epoch += 1
+    descriptors = []
+    for epoch, (step, bad_rank, kind) in enumerate(faults, start=1):
         os.environ[ENVIRONMENT_VARIABLE] = f"step={step},rank={bad_rank},kind={kind},epoch={epoch}"
         before = {name: unit.fingerprint() for name, unit in units.items()}
         begin = time.monotonic()
@@ -305,8 +305,12 @@ def _fail_and_go_on(
             assert unit.fingerprint() == before[name], (step, bad_rank)
             assert unit.layout() == X[name]
             assert unit.alive == 1, (step, bad_rank)
+        del error, caught  # the traceback holds the transition's group
+        gc.collect()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert max(descriptors[3:]) <= descriptors[2] + 4, f"descriptors leak: {descriptors}"
     del os.environ[ENVIRONMENT_VARIABLE]
-    go(transition, Y, epoch + 1)
+    go(transition, Y, len(faults) + 1)
     for unit in units.values():
         unit.train()
         unit.check(2)
@@ -404,7 +408,7 @@ def _lose_a_rank(rank: int, world: int, fault: str) -> tuple[str, tuple[int, ...
     ],
 )
 def test_a_lost_rank_is_named_in_time(step: str, kind: str) -> None:
-    fault = f"step={step},rank=2,kind={kind}"
+    fault = f"step={step},rank=2,kind={kind},seconds=12"
     outcomes = run_ranks_outcomes(_lose_a_rank, WORLD, fault, timeout_s=90, grace_s=40)
     for outcome in outcomes:
         if outcome.rank == 2:
