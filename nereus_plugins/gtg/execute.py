@@ -421,6 +421,7 @@ class RankTransition:
                 attempt.target_tables[name] = table
                 check_tiling(table)
                 self._check_ranks(attempt, name, table)
+                _check_nothing_dropped(name, attempt.source_tables[name], table)
                 attempt.moves[name] = self._moves(attempt.source_tables[name], table)
                 report = attempt.report.units[name]
                 report.verified["tensors_tiled"] = len(table.tensors)
@@ -640,6 +641,16 @@ def _from_host(shards: Sequence[LocalShard], parked: ParkedStorages) -> list[Loc
         else s
         for s in shards
     ]
+
+
+def _check_nothing_dropped(name: str, source: ShardTable, target: ShardTable) -> None:
+    """Raises: ValueError if the source has a tensor that the target does not: it would be lost."""
+    missing = {t.name for t in source.tensors} - {t.name for t in target.tensors}
+    if missing:
+        raise ValueError(
+            f"the target of {name} lacks {len(missing)} tensor(s) of the source, such as "
+            f"{min(missing)!r}: their content would be lost"
+        )
 
 
 def _pair_differences(predicted: MoveTable, described: MoveTable) -> list[dict[str, int]]:
