@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nereus demo", description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="megatron")
     parser.add_argument(
-        "--ranks", type=int, choices=(2, 4), help="worker processes (default: by memory)"
+        "--ranks", type=int, choices=(2, 4), help="worker processes (default: by cores and memory)"
     )
     parser.add_argument(
         "--steps", type=int, default=DEFAULT_STEPS, help="PPO iterations (default: %(default)s)"
@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps < 6:
         parser.error("--steps: at least 6, or there is nothing to see between two transitions")
     directory = args.dir or Path(tempfile.mkdtemp(prefix="nereus-demo-"))
-    ranks = args.ranks or (
-        4 if _memory_bytes() >= OTHER_MEMORY_BYTES + 4 * MEMORY_PER_RANK_BYTES else 2
-    )
+    ranks = args.ranks or _ranks_for_this_machine()
     return _run(Console(width=max(Console().width, 100)), args, ranks, directory.resolve())
 
 
@@ -162,5 +160,14 @@ def reward_line(steps: Sequence[StepRecord], transitions: Sequence[TransitionRec
     return "mean reward in each layout: " + " -> ".join(f"{value:.3f}" for value in means)
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+def _ranks_for_this_machine() -> int:
+    fits = _available_bytes() >= OTHER_MEMORY_BYTES + 4 * MEMORY_PER_RANK_BYTES
+    return 4 if fits and len(os.sched_getaffinity(0)) >= 2 else 2
+
+
+def _available_bytes() -> int:
+    """Memory that Linux could give to new processes, page cache included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
