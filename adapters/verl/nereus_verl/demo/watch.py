@@ -146,12 +146,13 @@ def step_line(record: StepRecord, total: int) -> str:
 
 def transition_title(record: TransitionRecord) -> str:
     """One line: when, how it ended, how long training waited for it."""
-    total = sum(seconds for part, seconds in record.seconds.items() if "." not in part)
+    parts = {part: s for part, s in record.seconds.items() if "." not in part}
+    listed = ", ".join(f"{part} {s:.2f}" for part, s in parts.items() if s >= 0.005)
     colour = "cyan" if record.outcome == "committed" else "red"
     note = f": {record.reason}" if record.reason else ""
     return (
         f"[bold {colour}]transition after step {record.step} {record.outcome}, "
-        f"training waited {total:.2f} s[/]{note}"
+        f"training waited {sum(parts.values()):.2f} s[/] ({listed}){note}"
     )
 
 
