@@ -174,7 +174,10 @@ def prepare(
     )
     predicted = None
     if memory_budget_bytes is not None:
-        predicted = {name: _predict(state, name, layout) for name, layout in layouts.items()}
+        predicted = {
+            name: predict(state.engines[name], state.models[name], layout)
+            for name, layout in layouts.items()
+        }
     try:
         report = transition.prepare(layouts, epoch, predicted)
     except TransitionAborted as aborted:
@@ -183,8 +186,8 @@ def prepare(
     return {"report": report.to_dict()}
 
 
-def _predict(state: RankState, name: str, layout: Layout) -> ShardTable:
-    engine = state.engines[name]
+def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
+    """The shards that `engine`'s model would have in `layout`, on all ranks."""
     megatron = engine.engine_config.strategy == "megatron"
     if megatron:
         dtype, device = engine.param_dtype, get_device_name()
@@ -197,7 +200,7 @@ def _predict(state: RankState, name: str, layout: Layout) -> ShardTable:
         kept = "float32" if megatron else dtype_name(dtype)
         optimizer = OptimizerSpec(master_dtype=kept, moments_dtype=kept)
     return predict_unit(
-        state.models[name],
+        model,
         layout,
         backend="megatron" if megatron else "fsdp2",
         optimizer=optimizer,
