@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nereus_plugins.gtg.execute import TransitionAborted
 from nereus_plugins.gtg.scalars import RNG
 from nereus_plugins.spec import Layout
 from tests.dist.spawn import run_ranks
@@ -133,6 +135,50 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
     return report.mode, parked, [unit.prediction for unit in report.units.values()]
 
 
+def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
+    """Rank 1 has no memory left for the actor's new optimizer."""
+    from tests.dist import verl_engines as ve
+
+    ve.on_cpu()
+    from nereus_verl.groups import align_names, registered_count
+
+    roles = ("actor", "critic")
+    engines = {role: ve.build(kind, model, role, path[0]) for role in roles}
+    units = ve.make_units(kind, engines)
+    transition = ve.make_transition(units)
+    for role in roles:
+        ve.train(engines[role], 0)
+    start, groups = ve.take(units), registered_count()
+    for role in roles:
+        ve.train(engines[role], 9)
+    never_moved = ve.take(units)
+    ve.restore(units, start)
+
+    cls = type(engines["actor"])
+    build = cls._build_optimizer
+
+    def without_memory(engine: Any, *args: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("none left")
+        return build(engine, *args)
+
+    cls._build_optimizer = without_memory
+    begin = time.monotonic()
+    with pytest.raises(TransitionAborted) as aborted:
+        transition.prepare(dict.fromkeys(roles, path[1]), 1)
+    spent_s = time.monotonic() - begin
+    cls._build_optimizer = build
+    assert registered_count() == groups
+    for role in roles:
+        ve.train(engines[role], 9)
+    _assert_same(ve.take(units), never_moved)
+    # The next attempt finds nothing in its way.
+    transition.epoch = 1
+    align_names(2)
+    ve.move(transition, path[1])
+    return aborted.value.rank, aborted.value.phase, aborted.value.reason, spent_s
+
+
 def _assert_same(a: Any, b: Any) -> None:
     for name in b:
         assert len(a[name].shards) == len(b[name].shards)
@@ -166,13 +212,25 @@ def test_units_over_layouts(kind: str, model: Path) -> None:
         assert result["groups"][0] == result["groups"][-1], result["groups"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("fsdp2", [Layout(dp=2, sharding="fsdp"), Layout(dp=1, ulysses=2, sharding="fsdp")]),
-        ("megatron", [Layout(tp=2, sharding="zero1"), Layout(pp=2, sharding="zero1")]),
-    ],
-)
+PAIRS = [
+    ("fsdp2", [Layout(dp=2, sharding="fsdp"), Layout(dp=1, ulysses=2, sharding="fsdp")]),
+    ("megatron", [Layout(tp=2, sharding="zero1"), Layout(pp=2, sharding="zero1")]),
+]
+
+
+@pytest.mark.parametrize(("kind", "path"), PAIRS)
+def test_a_rank_that_cannot_build_leaves_its_peers_free(
+    kind: str, path: list[Layout], model: Path
+) -> None:
+    for rank, phase, reason, spent_s in run_ranks(
+        _failing_build, 2, kind, model, path, timeout_s=300
+    ):
+        assert (rank, phase) == (1, "build")
+        assert reason == "MemoryError: none left"
+        assert spent_s < 60.0
+
+
+@pytest.mark.parametrize(("kind", "path"), PAIRS)
 def test_staged_through_host_memory(kind: str, path: list[Layout], model: Path) -> None:
     """Old and new do not fit together; what was predicted of verl's models is what was built."""
     for mode, parked, predictions in run_ranks(_staged, 2, kind, model, path, timeout_s=300):
