@@ -88,9 +88,9 @@ FAILURE = {
 SOAK = {
     "megatron": [
         _zero1(tp=2, pp=2), _zero1(pp=4), _zero1(pp=2, dp=2), _zero1(tp=2, dp=2), _zero1(dp=4),
-        _zero1(tp=2),
+        _zero1(tp=2), _zero1(dp=2),
     ],
-    "fsdp2": [_fsdp(4), _fsdp(2), _HSDP, _fsdp(2, tp=2), _fsdp(3)],
+    "fsdp2": [_fsdp(4), _fsdp(2), _HSDP, _fsdp(2, tp=2), _fsdp(3), _fsdp(1, tp=2)],
 }  # fmt: skip
 
 
