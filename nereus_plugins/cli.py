@@ -42,7 +42,7 @@ def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
 # Each command parses its own arguments and is imported only when called: `nereus` starts fast
 # and works without torch.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "selftest": ("prove on this machine that moving state is bit-exact and failures safe", _selftest),
+    "selftest": ("prove on this machine that moves are bit-exact and failures safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
 }

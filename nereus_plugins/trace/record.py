@@ -2,7 +2,7 @@
 
 A run directory holds `records.jsonl`: first a `RunRecord` (what the job is), then one `StepRecord`
 per step and one `TransitionRecord` per attempted transition, in the order they happened.
-Every object carries `schema` ("nereus.<kind>/<version>"); a reader refuses versions it does not know.
+Every object carries `schema` ("nereus.<kind>/<version>"); other versions are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RecordError(ValueError):
     """A record that does not follow the schema; the message names file, line and field."""
 
 
-_T = TypeVar("_T", bound="_Record")
+_T = TypeVar("_T", bound="Record")
 
 
 @dataclass(frozen=True)
-class _Record:
+class Record:
     kind: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class RunRecord(_Record):
+class RunRecord(Record):
     """What the job is. `plan`: a GlobalPlan or {unit: layout} as a JSON object."""
 
     kind: ClassVar[str] = "run"
@@ -87,7 +87,7 @@ class RunRecord(_Record):
 
 
 @dataclass(frozen=True)
-class StepRecord(_Record):
+class StepRecord(Record):
     """One training step as it was measured.
 
     stages_s: seconds by stage, by the framework's own timers (they may nest: see the adapter).
@@ -110,7 +110,7 @@ class StepRecord(_Record):
 
 
 @dataclass(frozen=True)
-class TransitionRecord(_Record):
+class TransitionRecord(Record):
     """One attempted transition.
 
     outcome: "committed", "aborted" (old layout trains on) or "failed" (the job ends).
@@ -130,12 +130,12 @@ class TransitionRecord(_Record):
     digest: str
 
 
-KINDS: Mapping[str, type[_Record]] = {
+KINDS: Mapping[str, type[Record]] = {
     cls.kind: cls for cls in (RunRecord, StepRecord, TransitionRecord)
 }
 
 
-def parse_record(data: Any) -> _Record:
+def parse_record(data: Any) -> Record:
     """A JSON object -> its record. Raises: RecordError."""
     if not isinstance(data, dict) or not isinstance(data.get("schema"), str):
         raise RecordError("not a nereus record: no 'schema' field")
@@ -158,7 +158,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 class RecordWriter:
-    """Appends records to `<run_dir>/records.jsonl`, each line flushed; readable by its owner only."""
+    """Appends to `<run_dir>/records.jsonl`, flushing each line; the file is its owner's only."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.path = Path(run_dir) / RECORDS_FILE
@@ -167,7 +167,7 @@ class RecordWriter:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
-    def write(self, record: _Record) -> None:
+    def write(self, record: Record) -> None:
         self._file.write(json.dumps(record.to_dict(), separators=(",", ":"), default=float) + "\n")
         self._file.flush()
 
@@ -175,7 +175,7 @@ class RecordWriter:
         self._file.close()
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[_Record]:
+def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     """Records of a file or run directory, in order.
 
     A last line without its newline (the job died while writing) is passed over.

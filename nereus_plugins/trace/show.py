@@ -13,12 +13,12 @@ from nereus_plugins.trace.record import (
     RunRecord,
     StepRecord,
     TransitionRecord,
-    _Record,
+    Record,
     read_records,
 )
 
 
-def lines(records: Iterable[_Record]) -> Iterable[str]:
+def lines(records: Iterable[Record]) -> Iterable[str]:
     """One line per step, a short block per transition."""
     for record in records:
         if isinstance(record, RunRecord):
@@ -36,7 +36,8 @@ def lines(records: Iterable[_Record]) -> Iterable[str]:
             if record.reason:
                 yield f"  because {record.reason}"
             for name, unit in record.units.items():
-                yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {unit.get('bytes_wire', 0):,} bytes moved"
+                moved = unit.get("bytes_wire", 0)
+                yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
 
 
 def _plan(plan: Any) -> str:
