@@ -17,7 +17,7 @@ from nereus_plugins.trace.record import (
     RunRecord,
     StepRecord,
     TransitionRecord,
-    _Record,
+    Record,
     parse_record,
 )
 
@@ -55,7 +55,7 @@ class RecordTail:
         self._path = run_dir / RECORDS_FILE
         self._read_bytes = 0
 
-    def new(self) -> Iterator[_Record]:
+    def new(self) -> Iterator[Record]:
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
