@@ -14,10 +14,10 @@ from rich.table import Table
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
+    Record,
     RunRecord,
     StepRecord,
     TransitionRecord,
-    Record,
     parse_record,
 )
 
