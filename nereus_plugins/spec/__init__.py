@@ -9,7 +9,6 @@ from .layout import SHARDINGS, Coord, ExpertCoord, Layout
 from .model import ModelSpec, MoESpec
 from .plan import Assignment, GlobalPlan, Knobs, ModelStage
 from .record import FrozenMap, Record, SpecError
-from .schedule import parse_schedule
 from .workload import LengthDistribution, OptimizerSpec, WorkloadSpec
 
 __all__ = [
@@ -32,5 +31,4 @@ __all__ = [
     "Record",
     "SpecError",
     "WorkloadSpec",
-    "parse_schedule",
 ]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus_plugins.spec import Layout, LengthDistribution, parse_schedule
+from nereus_plugins.spec import Layout, LengthDistribution
 
 small = st.integers(1, 4)
 
@@ -50,7 +50,6 @@ def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
 def test_layouts_round_trip(layout: Layout) -> None:
     assert Layout.from_yaml(layout.to_yaml()) == layout
     assert Layout.from_json(layout.to_json()) == layout
-    assert parse_schedule({"3": {"all": layout.to_dict()}}) == {3: {"all": layout}}
 
 
 @st.composite

@@ -22,7 +22,6 @@ from nereus_plugins.spec import (
     Record,
     SpecError,
     WorkloadSpec,
-    parse_schedule,
 )
 
 CLUSTER = ClusterSpec(
@@ -206,36 +205,3 @@ def test_workload() -> None:
     assert WORKLOAD.updates_per_step == 8
     with pytest.raises(SpecError, match="mini_batch_prompts=3 must divide prompts_per_step=4"):
         WorkloadSpec(4, LengthDistribution.fixed(1), LengthDistribution.fixed(1), 1, 3)
-
-
-def test_schedule() -> None:
-    schedule = parse_schedule(
-        {"20": {"all": {"dp": 4}}, 10: {"actor": {"tp": 2, "dp": 2}, "critic-train": {"pp": 4}}}
-    )
-    assert schedule == {
-        10: {"actor": Layout(tp=2, dp=2), "critic-train": Layout(pp=4)},
-        20: {"all": Layout(dp=4)},
-    }
-    assert list(schedule) == [10, 20]
-    assert parse_schedule({}) == {}
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ([1], "expected a mapping of steps to plans"),
-        ({0: {"actor": {"tp": 2}}}, "integer of at least 1, got 0"),
-        ({"ten": {"actor": {"tp": 2}}}, "integer of at least 1, got 'ten'"),
-        ({True: {"actor": {"tp": 2}}}, "integer of at least 1, got True"),
-        ({1: {"actor": {}}, "1": {"actor": {}}}, "step 1 is given twice"),
-        ({5: {"tp": 2}}, r"'tp' is a layout setting; .* \{all: \{tp: 2\}\}"),
-        ({5: {"actr": {"tp": 2}}}, r"schedule\.5: unknown key 'actr'; did you mean 'actor'"),
-        ({5: {"actor": {"tq": 2}}}, r"schedule\.5\.actor: unknown key 'tq'; did you mean 'tp'"),
-        ({5: {"actor": 2}}, r"schedule\.5\.actor: expected a mapping"),
-        ({5: {}}, r"schedule\.5: expected names and their layouts"),
-        ({5: {"actor": {"tp": 0}}}, r"schedule\.5\.actor: Layout\.tp must be"),
-    ],
-)
-def test_schedule_errors(mapping: object, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse_schedule(mapping)  # type: ignore[arg-type]
