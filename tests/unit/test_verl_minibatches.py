@@ -24,6 +24,12 @@ def test_every_step_sees_the_same_samples(rows: int, mini: int, old_dp: int, new
     assert sorted(moved) == sorted(samples)
 
 
+@pytest.mark.parametrize(("rows", "mini", "new_dp"), [(20, 8, 4), (16, 8, 3)])
+def test_batches_that_do_not_divide_are_refused(rows: int, mini: int, new_dp: int) -> None:
+    with pytest.raises(ValueError, match=f"{rows} samples must divide into mini-batches of {mini}"):
+        order(rows, mini, 2, new_dp, in_turn)
+
+
 def test_one_order_from_another() -> None:
     first, second = order(32, 8, 4, 2, in_turn), order(32, 16, 4, 1, in_turn)
     step = compose(first, second)

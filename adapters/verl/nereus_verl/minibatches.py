@@ -35,7 +35,14 @@ def order(rows: int, mini: int, old_dp: int, new_dp: int, balance: Balance) -> l
         rows, mini: as in `members`. balance: spreads one mini-batch over ranks.
 
     Returns: for each position of the new order, the position in the old one.
+
+    Raises: ValueError where a batch does not divide into mini-batches, or these over ranks.
     """
+    if rows % mini or mini % old_dp or mini % new_dp:
+        raise ValueError(
+            f"a batch of {rows} samples must divide into mini-batches of {mini}, and these over "
+            f"{old_dp} and over {new_dp} data-parallel ranks"
+        )
     if old_dp == new_dp:
         return list(range(rows))
     share, chunk = mini // new_dp, rows // new_dp

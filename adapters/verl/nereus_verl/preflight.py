@@ -18,7 +18,8 @@ class Preflight:
     """What is known of a job before it starts.
 
     config: verl's configuration, resolved, as plain dicts. layouts: by unit, at the start.
-    targets: step -> unit -> layout, for the scheduled steps still to come.
+    targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint to resume
+        from was saved before the transition of its own step, so that one is still to come.
     """
 
     nereus: NereusConfig
@@ -60,7 +61,7 @@ def run(config: Mapping[str, Any]) -> Preflight:
     targets: dict[int, Mapping[str, Layout]] = {}
     current = dict(layouts)
     for step, plan in nereus.schedule.items():
-        if step <= done:
+        if step < done:
             continue
         where = f"nereus.schedule.{step}"
         targets[step] = plan_layouts(

@@ -43,6 +43,7 @@ def write(
             for path, value in jobconfig.layout_settings(units[name], layout).items()
         },
     }
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")

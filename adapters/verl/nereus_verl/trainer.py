@@ -6,6 +6,7 @@ and nothing else; importing this module is what the plugin does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ class NereusTrainer(PPOTrainerSync):
                 groups.append(self.ref_policy_wg)
             self._job = VerlJob(self._checked, groups)
             self._job.start()
+            # A checkpoint is saved before its step's transition: what resumes from it begins there.
+            if self.global_steps in self._checked.targets:
+                self._run_scheduled(self._job)
         super().on_init_end()
 
     def on_step_end(self) -> None:
@@ -54,9 +58,13 @@ class NereusTrainer(PPOTrainerSync):
             self._ran_in = _InForce(self._job)
             if self.global_steps in self._job.checked.targets:
                 with marked_timer("nereus_transition", self.timing_raw):
-                    self._transition = self._job.at_boundary(self.global_steps)
-                self._follow(self._job)
+                    self._run_scheduled(self._job)
         super().on_step_end()
+
+    def _run_scheduled(self, job: VerlJob) -> None:
+        """Run the transition that is scheduled for the end of the last step."""
+        self._transition = job.at_boundary(self.global_steps)
+        self._follow(job)
 
     def _follow(self, job: VerlJob) -> None:
         """Write the layout in force into the driver's configuration, for later readers."""
@@ -74,15 +82,24 @@ class NereusTrainer(PPOTrainerSync):
         start = job.checked.layouts["actor"].dp
         with verl_private.dispatched_over(self.actor_rollout_wg, "actor", start):
             batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-        orders = {
-            unit: _order(job, unit, batch)
-            for unit in ("actor", "critic")
-            if unit in job.checked.units
-        }
-        if "critic" in orders and orders["critic"] != orders["actor"]:
-            self._critic_order = minibatches.compose(orders["actor"], orders["critic"])
-        batch.reorder(orders["actor"])
+        # While only the critic warms up, a batch need not divide into the actor's mini-batches.
+        updated = ["actor"] if self.config.trainer.critic_warmup <= self.global_steps else []
+        updated += ["critic"] if "critic" in job.checked.units else []
+        orders = {unit: _order(job, unit, batch) for unit in updated}
+        if not orders:
+            return batch
+        first = orders[updated[0]]
+        if orders.get("critic", first) != first:
+            self._critic_order = minibatches.compose(first, orders["critic"])
+        batch.reorder(first)
         return batch
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """verl's, such that the batch also divides over the ranks of every layout in force."""
+        multiple: int = super()._get_required_batch_multiple(dp_size)
+        if self._job is None:
+            return multiple
+        return math.lcm(multiple, *(self._job.layout(name).dp for name in self._job.checked.units))
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
         order = self._critic_order
@@ -95,10 +112,11 @@ class NereusTrainer(PPOTrainerSync):
             batch.reorder(minibatches.compose(order, range(len(order))))
 
     def _save_checkpoint(self) -> None:
-        super()._save_checkpoint()
+        # The stamp comes first: verl names a checkpoint its newest once all in it is written.
         if self._job is not None:
             folder = Path(self.config.trainer.default_local_dir).absolute()
             self._job.save_stamp(folder / f"global_step_{self.global_steps}")
+        super()._save_checkpoint()
 
     def _compute_metrics(
         self,
