@@ -13,6 +13,7 @@ NEEDS = {
     "test_described.py": "torch",
     "test_gtg_execute.py": "torch",
     "test_nereus_cpu_megatron.py": "torch",
+    "test_verl_job.py": "verl",
     "test_verl_plugin.py": "verl",
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}

@@ -14,7 +14,7 @@ from typing import Any
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
-from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage
+from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
     RecordWriter,
@@ -165,12 +165,23 @@ class VerlJob:
         )
 
     def at_boundary(self, step: int) -> TransitionRecord | None:
-        """Run what is scheduled for the end of `step`; None if nothing is."""
+        """Run what is scheduled for the end of `step`; None if nothing is.
+
+        The schedule was checked before the job started; where an earlier transition was aborted
+        since, a plan may not fit what is in force, and is aborted too.
+        """
         self._step = step
         targets = self.checked.targets.get(step)
         if targets is None:
             return None
-        return self.transition(targets, f"nereus.schedule.{step}")
+        try:
+            return self.transition(targets, f"nereus.schedule.{step}")
+        except SpecError as error:
+            self._attempts += 1
+            changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
+            run = _Run(self._attempts, step, changes)
+            run.outcome, run.reason = "aborted", str(error)
+            return self._finished(run)
 
     def transition(self, targets: Mapping[str, Layout], where: str) -> TransitionRecord:
         """One transition of the named units, as a transaction.
@@ -199,10 +210,17 @@ class VerlJob:
                 self._execute(run, changes)
             except (WorkersFailed, TransitionFailed) as error:
                 run.outcome, run.reason = "failed", str(error)
-                self._records.write(run.record())
-                if run.journaled and self._epoch != run.epoch:
-                    self._journal.abort(epoch=run.epoch, reason=run.reason)
-                raise TransitionFailed(self._last_words(run)) from error
+                last_words = self._last_words(run)
+                try:
+                    self._records.write(run.record())
+                    if run.journaled and self._epoch != run.epoch:
+                        self._journal.abort(epoch=run.epoch, reason=run.reason)
+                except (OSError, JournalError, EpochError) as unwritten:
+                    last_words += f" (which lack this: {unwritten})"
+                raise TransitionFailed(last_words) from error
+        return self._finished(run)
+
+    def _finished(self, run: _Run) -> TransitionRecord:
         record = run.record()
         self._records.write(record)
         say(f"step {self._step}: {run.summary()}")
@@ -287,7 +305,7 @@ class VerlJob:
         self._records.write(record)
 
     def save_stamp(self, folder: Any) -> None:
-        """Write the layouts in force beside a checkpoint that was just saved."""
+        """Write the layouts in force where a checkpoint is about to be saved."""
         stamp.write(folder, self._layouts, self.checked.config, self._epoch)
 
     def _schedule(self) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""The driver's side of a verl job: what it runs when, and what it says when it must end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nereus_verl import preflight, stamp
+from nereus_verl.driver import WorkersFailed
+from nereus_verl.job import TransitionFailed, VerlJob
+
+from nereus_plugins.spec import Layout
+from nereus_plugins.trace.record import TransitionRecord, read_records
+from tests.unit.test_verl_config import HF, job, put
+
+NEWEST = "latest_checkpointed_iteration.txt"
+HSDP = Layout(dp=4, sharding="hsdp", shard_size=2)
+
+
+def checked(directory: Path, schedule: dict[int, Any], **layout: Any) -> preflight.Preflight:
+    """A four-rank job without reference that resumes from `directory`, where a checkpoint is."""
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(HF))
+    config = job()
+    put(config, "trainer.default_local_dir", str(directory))
+    put(config, "actor_rollout_ref.actor.use_kl_loss", False)
+    put(config, "nereus", {"schedule": schedule, "run_dir": str(directory / "run")})
+    for path in ("actor_rollout_ref.model.path", "critic.model.path"):
+        put(config, path, str(model))
+    for name, value in layout.items():
+        put(config, f"actor_rollout_ref.actor.fsdp_config.{name}", value)
+        put(config, f"critic.fsdp.{name}", value)
+    return preflight.run(config)
+
+
+class Group:
+    """A worker group without workers."""
+
+    _workers = ()
+
+
+def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
+    schedule = {50: {"shard_size": 2}, 100: {"dp": 4}}
+    start = checked(tmp_path, schedule)
+    assert list(start.targets) == [50, 100]
+    stamp.write(tmp_path / "global_step_50", start.layouts, start.config, 0)
+    (tmp_path / NEWEST).write_text("50")
+    resumed = checked(tmp_path, schedule)
+    assert list(resumed.targets) == [50, 100]
+    assert resumed.targets[50]["actor"] == HSDP
+
+    # One step on, the checkpoint is in the new layout.
+    changed = dict.fromkeys(start.layouts, HSDP)
+    stamp.write(tmp_path / "global_step_51", changed, start.config, 1)
+    (tmp_path / NEWEST).write_text("51")
+    with pytest.raises(stamp.LayoutMismatch, match="fsdp_size=2"):
+        checked(tmp_path, schedule)
+    assert list(checked(tmp_path, schedule, fsdp_size=2).targets) == [100]
+
+
+def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
+    """It counted on an earlier transition, which was aborted."""
+    run = VerlJob(checked(tmp_path, {2: {"actor": {"ulysses": 2}}}), [Group()])
+    run._layouts["actor"] = Layout(tp=4)
+    record = run.at_boundary(2)
+    assert record is not None
+    assert record.outcome == "aborted"
+    assert "nereus.schedule.2.actor: tp cannot change from 4 to 1" in record.reason
+    assert list(read_records(tmp_path / "run")) == [record]
+    assert run.layout("actor") == Layout(tp=4)
+    assert run.at_boundary(3) is None
+
+
+def test_last_words_are_said_where_records_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), [Group()])
+
+    def lose_a_worker(*args: Any) -> None:
+        raise WorkersFailed("the worker process of rank 1 died in 'prepare'")
+
+    def no_space(record: TransitionRecord) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "_execute", lose_a_worker)
+    monkeypatch.setattr(run._records, "write", no_space)
+    with pytest.raises(TransitionFailed) as failed:
+        run.at_boundary(2)
+    assert "rank 1 died in 'prepare'" in str(failed.value)
+    assert "there is no checkpoint yet" in str(failed.value)
+    assert "No space left on device" in str(failed.value)
