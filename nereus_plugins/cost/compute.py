@@ -60,15 +60,19 @@ def _stream_s(case: Case, nbytes: float) -> float:
     return nbytes / (case.gpu.hbm_bytes_s * HBM_EFFICIENCY)
 
 
+# Adapters run beside the layer in PyTorch operations: the input is cast for fp32 adapters, the
+# adapter's output scaled, cast and added: bytes per input and output element; fitted: prime-rl
+# qwen3-0.6b.
+ADAPTER_BYTES = 16.0
+
+
 def _linear(case: Case, m: float, gemms: list[tuple[int, int]], count: float = 1.0) -> Seconds:
     """Forward products of `count` copies of these weights on m tokens each, and low-rank adapters."""
     out = Seconds(gemm=count * sum(_mul_s(case, m, n, k) for n, k in gemms))
     rank = case.software.lora_rank
     for n, k in gemms if rank else []:
         out.gemm += count * (_mul_s(case, m, rank, k) + _mul_s(case, m, n, rank))
-        # Adapters run beside the layer: scale and add its output (read twice, write once), and
-        # dropout's copy of the input.
-        out.elementwise += count * _stream_s(case, m * (6.0 * n + 4.0 * k))
+        out.elementwise += count * _stream_s(case, m * ADAPTER_BYTES * (n + k))
     if case.software.fp8:
         # Quantise the input: read bf16 for the maximum and again to cast, write both layouts.
         out.elementwise += count * _stream_s(case, 6.0 * m * sum(k for _, k in gemms))
@@ -84,7 +88,7 @@ def _linear_backward(
     if rank:
         for n, k in gemms:
             out.gemm += 2 * count * (_mul_s(case, m, rank, n) + _mul_s(case, m, k, rank))
-            out.elementwise += count * _stream_s(case, m * (6.0 * n + 4.0 * k))
+            out.elementwise += count * _stream_s(case, m * ADAPTER_BYTES * (n + k))
     else:
         out.gemm += count * sum(_mul_s(case, n, k, m) for n, k in gemms)
         if case.software.wgrad_accumulates:
@@ -248,8 +252,14 @@ def _layer(case: Case, moe: bool) -> LayerSeconds:
     return LayerSeconds(forward, backward, recompute)
 
 
-# The slowest expert-parallel rank against the mean, for routers trained with a balancing loss.
-EXPERT_IMBALANCE = 1.1
+# Products of routed experts against one dense product of the same shape: a grouped GEMM's experts
+# share the GPU unevenly, and the slowest rank of a balanced router has some tokens more.
+EXPERT_SLOWDOWN = 1.3
+
+
+def _distinct_nodes(nodes: int, copies: int) -> float:
+    """Expected number of nodes that `copies` uniformly chosen experts of a token lie on."""
+    return nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
 
 
 def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
@@ -262,14 +272,15 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
     shape, lay, moe = case.shape, case.layout, case.shape.moe
     assert moe is not None
     h, topk = shape.model.hidden_size, moe.experts_per_token
-    own = tokens / lay.tp if lay.sequence_parallel or lay.ep > 1 else tokens / lay.tp
+    own = tokens / lay.tp
     routed = own * topk  # token copies that this rank sends, and on average receives
     local = moe.num_experts / lay.ep
     # etp ranks see each other's tokens.
-    each = routed * lay.etp / local * EXPERT_IMBALANCE
+    each = routed * lay.etp / local
     gemms = shape.mlp_gemms(moe.expert_ffn_hidden_size, lay.etp)
-    forward = _linear(case, each, gemms, local) + _linear(case, own, [(moe.num_experts, h)])
-    backward = _linear_backward(case, each, gemms, local)
+    forward = _linear(case, each, gemms, local) * EXPERT_SLOWDOWN
+    forward += _linear(case, own, [(moe.num_experts, h)])
+    backward = _linear_backward(case, each, gemms, local) * EXPERT_SLOWDOWN
     backward += _linear_backward(case, own, [(moe.num_experts, h)])
     # Permute before and after dispatch, weighted sum at the end: read and write bf16 each time.
     moved = 2.0 * routed * h
@@ -277,9 +288,12 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
     backward.elementwise += _stream_s(case, 4 * 2 * moved)
     width = local * each * moe.expert_ffn_hidden_size / lay.etp / tokens
     if lay.ep > 1:
-        # Dispatch and combine; a node's ranks receive one copy of a token where kernels group by
-        # node (DeepEP); plain all-to-all sends each copy.
-        one = collective_s(case.gpu, case.network, "alltoall", case.group("ep"), moved)
+        # Dispatch and combine. Plain all-to-all sends every copy of a token to its expert's rank;
+        # DeepEP sends one copy to each node that has any of them, and spreads it there by NVLink.
+        group, sent = case.group("ep"), moved
+        if case.software.dispatch == "deepep" and group.nodes > 1:
+            sent = moved * _distinct_nodes(group.nodes, topk) / topk
+        one = collective_s(case.gpu, case.network, "alltoall", group, sent)
         forward.ep += 2 * one
         backward.ep += 2 * one
     if moe.shared_ffn_hidden_size:
@@ -290,13 +304,18 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
     return forward, backward, width
 
 
-# Part of the CUDA cores' fp32 peak that large cuBLAS products reach.
-FP32_EFFICIENCY = 0.8
-
 # Bytes moved per logit, forward and backward together, beyond the product itself.
 # eager: cast to fp32 (6), log-softmax (8), gather, its gradient (12), cast back (6).
 # compiled: two passes forward, one read and one write back. fused: one read, one in-place write.
-_LOGIT_BYTES = {"eager": (14, 18), "compiled": (6, 8), "fused": (6, 6), "chunked": (6, 6)}
+# chunked: an RL loss with entropy, in fp32 PyTorch operations on a chunk at a time, about twelve
+# passes forward (made again in backward) and twenty-four backward; fitted: prime-rl qwen3-0.6b.
+_LOGIT_BYTES = {
+    "eager": (14, 18),
+    "copied": (18, 22),
+    "fused": (6, 6),
+    "vocab_parallel": (14, 12),
+    "chunked": (100, 200),
+}
 
 
 def head(case: Case) -> LayerSeconds:
@@ -307,20 +326,14 @@ def head(case: Case) -> LayerSeconds:
         small = Seconds(elementwise=_stream_s(case, 6.0 * tokens * m.hidden_size))
         return LayerSeconds(small, small * 2.0, Seconds())
     vocab = m.vocab_size / lay.tp
-
-    def product_s(rows: float, n: float, k: float) -> float:
-        if case.software.head_fp32:
-            return 2.0 * rows * n * k / (FP32_EFFICIENCY * case.gpu.fp32_flops)
-        return _mul_s(case, rows, n, k, low=False)
-
-    product = product_s(tokens, vocab, m.hidden_size)
+    product = _mul_s(case, tokens, vocab, m.hidden_size, low=False)
     fwd, bwd = _LOGIT_BYTES[case.software.loss]
     forward = Seconds(gemm=product, elementwise=_stream_s(case, fwd * tokens * vocab))
-    input_gradient = product_s(tokens, m.hidden_size, vocab)
+    input_gradient = _mul_s(case, tokens, m.hidden_size, vocab, low=False)
     weight_gradient = (
         0.0
         if case.software.lora_rank
-        else product_s(vocab, m.hidden_size, tokens)
+        else _mul_s(case, vocab, m.hidden_size, tokens, low=False)
     )
     backward = Seconds(
         gemm=input_gradient + weight_gradient,

@@ -56,10 +56,9 @@ class GPU:
     source: str
 
 
-# The A100 holds its clocks: the measured table already shows the sustained rate.
-A100_SUSTAINED = 0.98
-HOPPER_SUSTAINED = 0.80
-BLACKWELL_SUSTAINED = 0.90
+A100_SUSTAINED = 0.80
+HOPPER_SUSTAINED = 0.72
+BLACKWELL_SUSTAINED = 0.52
 _A = "fitted: benchmarks/cost_accuracy.py, group llm_foundry 7b a100_40gb"
 _H = "fitted: benchmarks/cost_accuracy.py, group llm_foundry 7b h100_80gb"
 _B = "fitted: benchmarks/cost_accuracy.py, one SimuMax row"

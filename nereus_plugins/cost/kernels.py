@@ -106,13 +106,13 @@ def _context_grid(system: str) -> _Grid:
 # FlashAttention-2 paper (arXiv:2307.08691, fig. 4): FA2 on A100 about 190 forward, 165 backward.
 # FA1/Triton: the same figures, forward and backward 90 to 130 TFLOP/s.
 _FORWARD = {
-    ("fa3", "hopper"): 1.0, ("fa2", "hopper"): 0.60, ("fa1", "hopper"): 0.36,
+    ("fa3", "hopper"): 1.0, ("fa2", "hopper"): 0.60, ("fa1", "hopper"): 0.40,
     ("fa2", "ampere"): 1.0, ("fa1", "ampere"): 0.65,
     ("cudnn", "hopper"): 1.0, ("cudnn", "blackwell"): 0.9, ("fa3", "blackwell"): 0.5,
     ("fa2", "blackwell"): 0.3,
 }  # fmt: skip
 _BACKWARD = {
-    ("fa3", "hopper"): 0.85, ("fa2", "hopper"): 0.50, ("fa1", "hopper"): 0.30,
+    ("fa3", "hopper"): 0.85, ("fa2", "hopper"): 0.50, ("fa1", "hopper"): 0.33,
     ("fa2", "ampere"): 0.87, ("fa1", "ampere"): 0.55,
     ("cudnn", "hopper"): 0.85, ("cudnn", "blackwell"): 0.7, ("fa3", "blackwell"): 0.4,
     ("fa2", "blackwell"): 0.25,

@@ -104,10 +104,14 @@ def _kept_bytes(case: Case, tokens: float, *, moe: bool) -> tuple[float, str]:
     return layer_activation_bytes(case, tokens, moe=moe), "norms, q k v, attention, MLP"
 
 
-# Bytes per logit at the peak. eager: bf16 logits, fp32 copy, log-softmax, its incoming and outgoing
-# gradient. compiled: bf16 logits, fp32 log-softmax fused into one gradient. fused (Megatron): bf16
-# logits, fp32 softmax overwritten by its gradient, cast to bf16.
-_LOGIT_PEAK = {"eager": 18.0, "compiled": 10.0, "fused": 8.0, "chunked": 14.0}
+# Bytes per logit at the peak. eager: bf16 logits (2), fp32 log-softmax (4), its incoming (4) and
+# outgoing (4) gradient, and that cast to bf16 (2). copied: shifted bf16 copy (2) more. fused
+# (Megatron's jitted loss): bf16 logits, fp32 softmax, its gradient cast to bf16. vocab_parallel
+# (Megatron's plain loss): bf16 logits, fp32 softmax overwritten by its gradient. chunked: fp32 and
+# bf16 logits of a chunk.
+_LOGIT_PEAK = {"eager": 16.0, "copied": 18.0, "fused": 8.0, "vocab_parallel": 6.0, "chunked": 6.0}
+# DTensor's loss parallelism makes the shifted logits and their exponentials apart.
+_LOSS_PARALLEL = 6.0
 CHUNK_TOKENS = 2048
 
 
@@ -117,6 +121,8 @@ def _logit_bytes(case: Case) -> float:
         return 0.0
     tokens = case.tokens_here(case.batch.loss_tokens)
     per = _LOGIT_PEAK[case.software.loss]
+    if case.layout.tp > 1 and case.software.backend == "fsdp":
+        per += _LOSS_PARALLEL
     if case.software.loss == "chunked":
         tokens = min(tokens, CHUNK_TOKENS)
     if not case.trains:
@@ -142,13 +148,10 @@ def _working_bytes(case: Case, tokens: float, *, moe: bool) -> float:
     return 2.0 * (1.0 + up) * width * tokens + 2 * 2.0 * m.hidden_size * outside + gathered
 
 
-def memory(case: Case) -> Memory:
-    """Peak of the fullest pipeline stage."""
-    peaks = [
-        one
-        for stage in range(case.layout.pp)
-        for one in _stage_peaks(case, stage)
-    ]
+def memory(case: Case, stage: int | None = None) -> Memory:
+    """Peak of one pipeline stage, or of the fullest."""
+    stages = range(case.layout.pp) if stage is None else [stage]
+    peaks = [one for at in stages for one in _stage_peaks(case, at)]
     return max(peaks, key=lambda peak: peak.allocated_bytes)
 
 
@@ -169,7 +172,7 @@ def state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
     if soft.backend == "fsdp" or lay.sharding == "zero3":
         # FSDP's sharded parameters are the masters; a gathered copy is transient.
         dtype = soft.master_bytes or soft.param_bytes
-        base = soft.param_bytes if soft.lora_rank else dtype
+        base = dtype
         held = whole if keeps_whole and lay.sharding != "none" else sharded
         if lay.sharding == "zero2":
             # SHARD_GRAD_OP keeps the gathered copy from forward to backward.
@@ -182,8 +185,13 @@ def state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
                 out["weights"][0] + trained_shard * dtype,
                 out["weights"][1] + " + adapters",
             )
-        if case.trains:
+        if lay.pp > 1:
+            # Parameters stay gathered and gradients whole until the last micro-batch.
+            out["gathered"] = (whole * soft.param_bytes, "gathered for all micro-batches")
+            out["gradients"] = (trained * soft.reduce_bytes, "whole until the last micro-batch")
+        elif case.trains:
             out["gradients"] = (trained_shard * soft.grad_bytes, f"/N * {soft.grad_bytes:g} bytes")
+        if case.trains:
             out["optimizer"] = (
                 trained_shard * soft.moment_bytes,
                 f"/N * {soft.moment_bytes:g} bytes (moments)",
@@ -229,7 +237,8 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
 
     gathered = 0.0
     gathered_formula = ""
-    sharded_weights = lay.sharding in ("zero3", "fsdp", "hsdp") and case.shard_ranks > 1
+    # One rank gathers as well: its masters are fp32, what it multiplies bf16.
+    sharded_weights = lay.sharding in ("zero3", "fsdp", "hsdp") and lay.pp == 1
     one_layer = 0.0
     if dense or sparse:
         one_layer = float(shape.dense_layer_params(lay.tp))
@@ -246,6 +255,11 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
         gathered = (2 * one_layer + root) * soft.param_bytes
         gathered_formula = "two gathered layers, embedding and output layer"
     logits = _logit_bytes(case) if last else 0.0
+    if last and soft.backend == "fsdp" and lay.pp > 1 and case.trains:
+        # torch.distributed.pipelining returns the outputs of all micro-batches.
+        logits += (2.0 * case.batch.micro_batches) * (
+            case.tokens_here(case.batch.loss_tokens) * shape.model.vocab_size / lay.tp
+        )
     working = _working_bytes(case, tokens, moe=moe)
     framework = 2.0 * case.gpu.cublas_workspace_bytes + 64 * 2**20
     kept_total = kept * in_flight

@@ -20,8 +20,8 @@ class Software:
             and probabilities are written out).
         elementwise: "fused" (TransformerEngine, fused kernels), "compiled" (torch.compile) or
             "eager".
-        loss: how logits are held: "eager" (fp32 copies), "compiled", "fused" (fused
-            cross-entropy in place) or "chunked" (never whole).
+        loss: how logits are held: "eager" (fp32 copies), "copied" (the same, shifted first),
+            "fused" or "vocab_parallel" (Megatron's two) or "chunked" (never whole).
         fp8: linear layers in fp8.
         param_bytes: bytes of a parameter as gathered and multiplied.
         grad_bytes: bytes of a gradient as kept between micro-batches.
@@ -30,13 +30,14 @@ class Software:
             parameters in fp32 are masters).
         moment_bytes: both Adam moments.
         lora_rank: rank of trained adapters; 0 trains all weights.
-        head_fp32: the output layer multiplies in fp32 on CUDA cores.
         overlap_grad_reduce, overlap_param_gather: Megatron's overlap of data-parallel
             communication with compute.
         async_tp: tensor-parallel communication pipelined with the GEMMs around it.
+        dispatch: of tokens to experts: "alltoall" (every copy) or "deepep" (one copy a node).
         wgrad_accumulates: weight gradients are added in fp32 by the GEMM (Megatron).
         host_forward_s, host_backward_s: time the host needs to launch one layer's kernels; the
             floor of a layer's time.
+        fixed_s: once a step: data, logging, synchronisation.
         expandable_segments: PyTorch's allocator option; less fragmentation.
         overhead: fitted factor on compute.
         overhead_from: the rows it was fitted on.
@@ -54,13 +55,14 @@ class Software:
     master_bytes: float = 4.0
     moment_bytes: float = 8.0
     lora_rank: int = 0
-    head_fp32: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     async_tp: bool = False
+    dispatch: str = "alltoall"
     wgrad_accumulates: bool = True
-    host_forward_s: float = 0.8e-3
-    host_backward_s: float = 1.2e-3
+    host_forward_s: float = 2.0e-3
+    host_backward_s: float = 3.0e-3
+    fixed_s: float = 5e-3
     expandable_segments: bool = False
     overhead: float = 1.0
     overhead_from: str = ""

@@ -178,7 +178,7 @@ def _unshard(case: Case) -> tuple[float, str]:
 
 # Slow-down of compute while a collective runs beside it (NCCL kernels hold up to 24 of 108 to 132
 # multiprocessors; not more than this on average: fitted with the overhead constants).
-CONTENTION = 0.15
+CONTENTION = 0.5
 
 
 def _data_parallel(case: Case, backward_s: float, forward_s: float) -> tuple[float, float, str]:
@@ -280,7 +280,9 @@ def step(case: Case) -> Step:
         hops = count + lay.pp - 1 if lay.vpp == 1 else 2 * (lay.pp - 1) * lay.vpp
         add("pp_comm", ways * hops * hop, "activations and gradients between stages")
     exposed, formula = _unshard(case)
-    add("dp_comm", count * exposed, formula)
+    # With pipeline stages FSDP keeps parameters gathered, and reduces once, from the first to the
+    # last micro-batch.
+    add("dp_comm", (1.0 if lay.pp > 1 else count) * exposed, formula)
     reduce, gather, formula = _data_parallel(
         case, slowest.backward.total + slowest.recompute.total, slowest.forward.total
     )
@@ -288,9 +290,6 @@ def step(case: Case) -> Step:
     if case.trains:
         seconds, formula = _optimizer(case)
         add("optimizer", seconds, formula)
-        add("fixed", FIXED_STEP_S, "data loading, logging, synchronisation of a step")
+        add("fixed", case.software.fixed_s, "data loading, logging, synchronisation of a step")
     return Step(tuple(parts))
 
-
-# Once a step, whatever its size.
-FIXED_STEP_S = 5e-3
