@@ -333,8 +333,7 @@ def _bridge(row: Inputs) -> Modelled:
         shape, layout, Batch.uniform(count, micro, seq), find_gpu(gpu), Network(node, 50e9),
         software, Knobs(), first_stage_layers=first, last_stage_layers=first,
     )  # fmt: skip
-    calibration = shape.model.name == "llama3-70b" and gpus == 64 and row["release"].startswith("26.02 ")
-    return Modelled(case, gpus, gbs * seq, shape.model.name, precision, calibration=calibration)
+    return Modelled(case, gpus, gbs * seq, shape.model.name, "not stated")
 
 
 def _bridge_answers(row: Mapping[str, str], m: Modelled) -> Answers:
@@ -522,7 +521,7 @@ TABLES = (
         "megatron_bridge_pretrain_throughput.csv",
         "megatron_bridge",
         frozenset(["System", "#-GPUs", "Precision", "GBS", "MBS", "Sequence Length", "TP", "PP",
-                   "CP", "VP", "EP", "release", "model", "section", "FSDP"]),
+                   "CP", "VP", "EP", "model", "section", "FSDP"]),
         _bridge,
         _bridge_answers,
     ),

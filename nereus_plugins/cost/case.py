@@ -99,8 +99,11 @@ class Case:
             inner = pp - (first is not None) - (last is not None)
             rest = total - (first or 0) - (last or 0)
             each, more = divmod(rest, inner) if inner else (0, 0)
-            # What does not divide goes to the later of the inner stages.
-            counts = [each + (i >= inner - more) for i in range(inner)]
+            # What does not divide goes to the middle: the first stage has the embedding, the last
+            # the output layer.
+            counts = [each] * inner
+            for i in sorted(range(inner), key=lambda i: abs(2 * i - inner + 1))[:more]:
+                counts[i] += 1
             counts = [first] * (first is not None) + counts + [last] * (last is not None)
         dense_left, out = self.shape.num_dense_layers, []
         for count in counts:

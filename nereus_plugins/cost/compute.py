@@ -53,7 +53,7 @@ def _mul_s(case: Case, m: float, n: float, k: float, *, low: bool = True) -> flo
     if m < 1 or n < 1 or k < 1:
         return 0.0
     raw = gemm_s(case.gpu, round(m), round(n), round(k), fp8=low and case.software.fp8)
-    return raw / case.gpu.sustained
+    return raw / (case.gpu.sustained * case.gpu.clocks)
 
 
 def _stream_s(case: Case, nbytes: float) -> float:
@@ -63,7 +63,12 @@ def _stream_s(case: Case, nbytes: float) -> float:
 # Adapters run beside the layer in PyTorch operations: the input is cast for fp32 adapters, the
 # adapter's output scaled, cast and added: bytes per input and output element; fitted: prime-rl
 # qwen3-0.6b.
-ADAPTER_BYTES = 16.0
+ADAPTER_BYTES = {"eager": 16.0, "compiled": 8.0, "fused": 5.0}
+
+
+def _adapter_bytes(case: Case, count: float) -> float:
+    """Bytes an adapter moves per input and output element; those of experts run grouped, in bf16."""
+    return ADAPTER_BYTES["fused" if count > 1 else case.software.elementwise]
 
 
 def _linear(case: Case, m: float, gemms: list[tuple[int, int]], count: float = 1.0) -> Seconds:
@@ -72,7 +77,7 @@ def _linear(case: Case, m: float, gemms: list[tuple[int, int]], count: float = 1
     rank = case.software.lora_rank
     for n, k in gemms if rank else []:
         out.gemm += count * (_mul_s(case, m, rank, k) + _mul_s(case, m, n, rank))
-        out.elementwise += count * _stream_s(case, m * ADAPTER_BYTES * (n + k))
+        out.elementwise += count * _stream_s(case, m * _adapter_bytes(case, count) * (n + k))
     if case.software.fp8:
         # Quantise the input: read bf16 for the maximum and again to cast, write both layouts.
         out.elementwise += count * _stream_s(case, 6.0 * m * sum(k for _, k in gemms))
@@ -88,7 +93,7 @@ def _linear_backward(
     if rank:
         for n, k in gemms:
             out.gemm += 2 * count * (_mul_s(case, m, rank, n) + _mul_s(case, m, k, rank))
-            out.elementwise += count * _stream_s(case, m * ADAPTER_BYTES * (n + k))
+            out.elementwise += count * _stream_s(case, m * _adapter_bytes(case, count) * (n + k))
     else:
         out.gemm += count * sum(_mul_s(case, n, k, m) for n, k in gemms)
         if case.software.wgrad_accumulates:
@@ -152,6 +157,7 @@ def _attention(case: Case, backward: bool) -> Seconds:
         backward=backward,
         query_part=1.0 / cp,
     )
+    compute /= case.gpu.clocks
     out = Seconds(attention=compute)
     m = case.shape.model
     if cp > 1:
@@ -256,10 +262,14 @@ def _layer(case: Case, moe: bool) -> LayerSeconds:
 # share the GPU unevenly, and the slowest rank of a balanced router has some tokens more.
 EXPERT_SLOWDOWN = 1.3
 
+# Bytes moved per element of the copies of tokens that go to experts. fused: permute before and after
+# dispatch and weighted sum, bf16 read and write each. eager: gather, scale in fp32, scatter-add.
+_ROUTED_BYTES = {"fused": (12, 16), "compiled": (20, 28), "eager": (30, 40)}
 
-def _distinct_nodes(nodes: int, copies: int) -> float:
-    """Expected number of nodes that `copies` uniformly chosen experts of a token lie on."""
-    return nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
+
+def _distinct(places: int, copies: int) -> float:
+    """Expected number of nodes (or ranks) that `copies` uniformly chosen experts lie on."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** copies)
 
 
 def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
@@ -282,18 +292,13 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
     forward += _linear(case, own, [(moe.num_experts, h)])
     backward = _linear_backward(case, each, gemms, local) * EXPERT_SLOWDOWN
     backward += _linear_backward(case, own, [(moe.num_experts, h)])
-    # Permute before and after dispatch, weighted sum at the end: read and write bf16 each time.
     moved = 2.0 * routed * h
-    forward.elementwise += _stream_s(case, 3 * 2 * moved)
-    backward.elementwise += _stream_s(case, 4 * 2 * moved)
+    fwd, bwd = _ROUTED_BYTES[case.software.elementwise]
+    forward.elementwise += _stream_s(case, fwd * routed * h)
+    backward.elementwise += _stream_s(case, bwd * routed * h)
     width = local * each * moe.expert_ffn_hidden_size / lay.etp / tokens
     if lay.ep > 1:
-        # Dispatch and combine. Plain all-to-all sends every copy of a token to its expert's rank;
-        # DeepEP sends one copy to each node that has any of them, and spreads it there by NVLink.
-        group, sent = case.group("ep"), moved
-        if case.software.dispatch == "deepep" and group.nodes > 1:
-            sent = moved * _distinct_nodes(group.nodes, topk) / topk
-        one = collective_s(case.gpu, case.network, "alltoall", group, sent)
+        one = _dispatch_s(case, moved)
         forward.ep += 2 * one
         backward.ep += 2 * one
     if moe.shared_ffn_hidden_size:
@@ -302,6 +307,33 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
         backward += _linear_backward(case, tokens, shared)
         width += moe.shared_ffn_hidden_size / lay.tp
     return forward, backward, width
+
+
+# DeepEP's own measurement of dispatch inside a node of 8 H800 or H100: 153 to 158 GB/s a GPU of the
+# 450 GB/s link (README of deepseek-ai/DeepEP, normal kernels, EP 8).
+_DEEPEP_NVLINK_SHARE = 155 / 450
+
+
+def _dispatch_s(case: Case, nbytes: float) -> float:
+    """Send copies of tokens (`nbytes` a rank) to the ranks of their experts: one direction.
+
+    Plain all-to-all sends every copy. DeepEP sends a token once to each node that has any of its
+    experts, over the network, and once to each such rank, over NVLink.
+    """
+    group, moe = case.group("ep"), case.shape.moe
+    assert moe is not None
+    if case.software.dispatch != "deepep":
+        return collective_s(case.gpu, case.network, "alltoall", group, nbytes)
+    topk = moe.experts_per_token
+    nodes = _distinct(group.nodes, topk)
+    if case.shape.expert_groups_per_token:
+        nodes = min(nodes, case.shape.expert_groups_per_token)
+    ranks = min(_distinct(group.ranks, topk), nodes * group.per_node)
+    inside = nbytes * ranks / topk / (_DEEPEP_NVLINK_SHARE * case.gpu.nvlink_bytes_s)
+    if group.nodes == 1:
+        return inside
+    sent = nbytes * nodes / topk
+    return max(inside, collective_s(case.gpu, case.network, "alltoall", group, sent))
 
 
 # Bytes moved per logit, forward and backward together, beyond the product itself.

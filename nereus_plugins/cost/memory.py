@@ -80,8 +80,9 @@ def layer_activation_bytes(case: Case, tokens: float, *, moe: bool) -> float:
         return nbytes + per_width * m.ffn_hidden_size / lay.tp * tokens
     assert shape.moe is not None
     routed = tokens * shape.moe.experts_per_token / lay.tp
-    # Permuted input and the output before weighting of each copy, and the experts' insides.
-    nbytes += 2.0 * 2 * routed * m.hidden_size
+    # Each copy's permuted input and its output before weighting (eager: gathered and sorted apart,
+    # and weighted in fp32), and the experts' insides.
+    nbytes += (12.0 if eager else 4.0) * routed * m.hidden_size
     nbytes += per_width * shape.moe.expert_ffn_hidden_size * routed
     nbytes += 8.0 * shape.moe.num_experts * tokens / lay.tp  # router logits and scores, fp32
     return nbytes + per_width * shape.moe.shared_ffn_hidden_size / lay.tp * tokens

@@ -112,7 +112,7 @@ _SHAPES = (
     Shape(
         ModelSpec("deepseek-v3", 61, 7168, 18432, 128, 129280, 128, head_dim=128,
                   max_position_embeddings=163840, moe=MoESpec(256, 8, 2048, 2048, False, 3)),
-        mla=MLA(1536, 512, 128, 64, 128), mtp_layers=1,
+        mla=MLA(1536, 512, 128, 64, 128), mtp_layers=1, expert_groups_per_token=4,
     ),
     Shape(
         ModelSpec("deepseek-v2", 60, 5120, 12288, 128, 102400, 128, head_dim=128,

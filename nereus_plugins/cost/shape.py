@@ -31,12 +31,15 @@ class Shape:
         mla: widths of multi-latent attention in place of query, key and value projections.
         learned_positions: rows of a learned position table; 0 for rotary positions.
         mtp_layers: multi-token-prediction layers, each a transformer layer and a 2h x h projection.
+        expert_groups_per_token: groups of experts (laid on nodes) that the router limits a token
+            to (DeepSeek-V3's topk_group); 0 for no limit.
     """
 
     model: ModelSpec
     mla: MLA | None = None
     learned_positions: int = 0
     mtp_layers: int = 0
+    expert_groups_per_token: int = 0
 
     @property
     def moe(self) -> MoESpec | None:
