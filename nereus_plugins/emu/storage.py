@@ -30,6 +30,23 @@ class ParkedStorages:
         """Bytes in host memory."""
         return sum(host.numel() for _, host in self._parked)
 
+    def view_of(self, view: torch.Tensor) -> torch.Tensor:
+        """What `view`, a tensor in one of these storages, held: a view of the host copy.
+
+        Raises:
+            ValueError: the view's storage is not parked here (any more).
+        """
+        for storage, host in self._parked:
+            if storage._cdata == view.untyped_storage()._cdata:
+                at = (view.storage_offset(), view.shape, view.stride())
+                return torch.empty(0, dtype=view.dtype).set_(host.untyped_storage(), *at)
+        raise ValueError(f"a tensor of shape {tuple(view.shape)} lies in no parked storage")
+
+    def holds(self, view: torch.Tensor) -> bool:
+        """Whether the storage of `view` is parked here."""
+        pointer = view.untyped_storage()._cdata
+        return any(storage._cdata == pointer for storage, _ in self._parked)
+
     def fetch(self) -> None:
         """Acquire the memory again and copy the contents back. A second call does nothing.
 

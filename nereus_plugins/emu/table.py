@@ -266,7 +266,11 @@ class ShardTable:
         # Shards come grouped by storage, so that only the changes need to be looked up.
         used = storage_keys(self.rank, self.storage)
         change = np.flatnonzero(np.concatenate(([True], used[1:] != used[:-1])))
-        found = np.isin(used[change], self.storages.sorted_keys)
+        known = self.storages.sorted_keys
+        place = np.searchsorted(known, used[change])
+        found = np.zeros(len(change), dtype=bool)
+        inside = place < len(known)
+        found[inside] = known[place[inside]] == used[change][inside]
         if not found.all():
             i = int(change[np.flatnonzero(~found)[0]])
             raise TableError(f"row {i}: rank {self.rank[i]} has no storage {self.storage[i]}")

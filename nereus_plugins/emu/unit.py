@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from nereus_plugins.spec import Layout
 
 if TYPE_CHECKING:
-    from nereus_plugins.emu.described import DescribedUnit
+    from nereus_plugins.emu.described.base import DescribedUnit
 
 
 @runtime_checkable
@@ -32,10 +32,10 @@ class BuiltUnit(Protocol):
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Load the state that is not a box.
 
-        `scalars` is what the source ranks reported, merged over all of them
-        (`gtg.scalars.merge_scalars`). Under `"rng"` it maps coordinates "tp,pp,dp" to generator
-        states: a rank whose coordinate is there loads that state, any other seeds its generators
-        with `gtg.scalars.derived_seed(seed, step, coordinate)`.
+        `scalars` is what the source ranks reported, merged (`emu.described.base.merge_scalars`).
+        Under `"rng"` it maps coordinates "tp,pp,dp" to generator states: a rank whose coordinate
+        is there loads that state, any other seeds its generators with
+        `gtg.scalars.derived_seed(seed, step, coordinate)`.
         """
         ...
 

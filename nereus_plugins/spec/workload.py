@@ -12,7 +12,6 @@ from .record import (
     Record,
     SpecError,
     require,
-    require_bool,
     require_choice,
     require_int,
     require_number,
@@ -207,16 +206,15 @@ class OptimizerSpec(Record):
         master_dtype: dtype of the weights that the optimizer updates; where parameters have the
             same dtype, they are their own masters and no copy exists.
         moments_dtype: dtype of exp_avg and exp_avg_sq.
-        distributed: Megatron's distributed optimizer: its state is cut over data-parallel ranks.
+
+    Whether data-parallel ranks share out this state is the layout's `sharding`.
     """
 
     name: str = "adam"
     master_dtype: str = "float32"
     moments_dtype: str = "float32"
-    distributed: bool = True
 
     def __post_init__(self) -> None:
         require_choice("OptimizerSpec", "name", self.name, ("adam",))
         for name in ("master_dtype", "moments_dtype"):
             require_choice("OptimizerSpec", name, getattr(self, name), DTYPES)
-        require_bool("OptimizerSpec", "distributed", self.distributed)

@@ -7,7 +7,8 @@ framework cuts its buffers, and nothing is copied: every `LocalShard.view` alias
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,10 @@ Scalars = dict[str, Any]
 
 class UnsupportedState(RuntimeError):
     """State that is not a box of a named tensor; the message names the setting to change."""
+
+
+class ScalarMismatch(RuntimeError):
+    """Ranks of one unit disagree about state that must be the same on all of them."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,47 @@ def _unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedSto
 # }
 #
 # A rank reports only what it holds (a pipeline stage may lack parameters that others have); the
-# scalars of a unit are the union over its ranks, which `gtg.scalars.merge_scalars` forms.
+# scalars of a unit are the union over its ranks.
+
+
+def merge_scalars(parts: Sequence[Mapping[str, Any]]) -> Scalars:
+    """The union of what the ranks of one unit report; dicts are merged key by key.
+
+    Args:
+        parts: each source rank's `DescribedUnit.scalars`; a rank without the unit gives an empty
+            one or none.
+
+    Returns:
+        One dict to give to `load_scalars` on every target rank.
+
+    Raises:
+        ScalarMismatch: two ranks report different values for one entry.
+    """
+    merged: Scalars = {}
+    for part in parts:
+        _merge_into(merged, part, "")
+    return merged
+
+
+def _merge_into(into: Scalars, part: Mapping[str, Any], where: str) -> None:
+    for key, value in part.items():
+        name = f"{where}{key}"
+        if isinstance(value, Mapping):
+            known = into.setdefault(key, {})
+            if not isinstance(known, dict):
+                raise ScalarMismatch(f"ranks of one unit disagree about the kind of {name}")
+            _merge_into(known, value, f"{name}/")
+        elif key not in into:
+            into[key] = value
+        elif not _same(into[key], value):
+            raise ScalarMismatch(
+                f"ranks of one unit disagree about {name}: {into[key]!r} and {value!r}"
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    # As JSON: NaN equals NaN, and a tuple the list it becomes on its way.
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def scalar_value(value: Any) -> Any:

@@ -91,7 +91,7 @@ def load_scalars(
     """Set a unit's scalars: Adam steps, hyperparameters, LR scheduler, loss scale.
 
     Args:
-        scalars: the union over the source ranks (`gtg.scalars.merge_scalars`).
+        scalars: the union over the source ranks (`base.merge_scalars`).
         module, optimizer, lr_scheduler, grad_scaler: as in `describe_fsdp2`.
 
     Raises:

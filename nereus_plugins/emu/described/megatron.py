@@ -97,7 +97,7 @@ def load_scalars(
     """Set a unit's scalars: Adam steps, hyperparameters, LR scheduler, loss scale.
 
     Args:
-        scalars: the union over the source ranks (`gtg.scalars.merge_scalars`).
+        scalars: the union over the source ranks (`base.merge_scalars`).
         model_chunks, optimizer, dp_cp_group, lr_scheduler: as in `describe_megatron`.
 
     Raises:
@@ -126,6 +126,38 @@ def ensure_optimizer_state(optimizer: Any) -> None:
     """Allocate both moments and the step counter of every parameter that has none."""
     for part in private.split_optimizers(optimizer):
         ensure_adam_state(part.optimizer)
+
+
+class FreedGradients:
+    """Gradient memory that was given up, and how to have it again."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = [(b, b.untyped_storage().nbytes()) for b in buffers]
+        for buffer, _ in self._buffers:
+            buffer.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes given up."""
+        return sum(n for _, n in self._buffers)
+
+    def restore(self) -> None:
+        """Allocate the buffers again, zeroed; views into them are valid again."""
+        for buffer, nbytes in self._buffers:
+            buffer.untyped_storage().resize_(nbytes)
+            buffer.zero_()
+
+
+def free_gradients(
+    model_chunks: Sequence[torch.nn.Module], optimizer: Any | None
+) -> FreedGradients:
+    """Free the gradients of DDP-wrapped chunks. They are dead at an iteration boundary.
+
+    Before the model trains again (after an aborted transition), call `restore()` on the result.
+    """
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+    return FreedGradients(private.gradient_buffers(model_chunks))
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -47,6 +47,20 @@ class ShardedParam(NamedTuple):
     pieces: list[ShardedTensor]
 
 
+@contextlib.contextmanager
+def tied_weights_group(dp_cp_group: dist.ProcessGroup) -> Iterator[None]:
+    """Let `sharded_state_dict` find a group that it is given and yet asks parallel_state for.
+
+    0.16.1 does so for output weights tied to the embedding of another pipeline stage.
+    """
+    before = parallel_state._DATA_PARALLEL_GROUP_WITH_CP
+    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = dp_cp_group
+    try:
+        yield
+    finally:
+        parallel_state._DATA_PARALLEL_GROUP_WITH_CP = before
+
+
 def sharded_model_state(
     model: torch.nn.Module, dp_cp_group: dist.ProcessGroup
 ) -> tuple[list[ShardedParam], list[ShardedObject]]:
@@ -56,14 +70,8 @@ def sharded_model_state(
         model: a chunk without wrappers (GPTModel).
         dp_cp_group: the chunk's data-parallel group, context parallel included.
     """
-    # For output weights tied to the embedding of another stage 0.16.1 asks parallel_state for this
-    # group although it is given; it only fills a replica id, which boxes do not use.
-    before = parallel_state._DATA_PARALLEL_GROUP_WITH_CP
-    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = dp_cp_group
-    try:
+    with tied_weights_group(dp_cp_group):
         entries = model.sharded_state_dict(metadata={"dp_cp_group": dp_cp_group})
-    finally:
-        parallel_state._DATA_PARALLEL_GROUP_WITH_CP = before
     params: list[ShardedParam] = []
     objects: list[ShardedObject] = []
     for entry in entries.values():

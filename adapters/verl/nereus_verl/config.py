@@ -1,0 +1,236 @@
+"""The `nereus` Hydra group as a typed, checked record.
+
+A schedule maps a training step to the layouts that hold from the end of that step on:
+
+    nereus:
+      schedule:
+        5: {tp: 1, pp: 2}                                  # every unit
+        10: {actor: {shard_size: 2}, critic: {ulysses: 2}} # unit by unit; the others stay
+
+The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1 (or off);
+`dp` left out takes the remaining ranks, and `sharding` left out is what the engine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nereus_plugins.spec import FrozenMap, GlobalPlan, Layout, Record, SpecError
+from nereus_plugins.spec.record import (
+    require,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+    unknown_key,
+)
+
+UNITS = ("actor", "critic", "ref")
+BACKENDS = ("fsdp2", "megatron")
+LAYOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Layout))
+
+
+@dataclasses.dataclass(frozen=True)
+class NereusConfig(Record):
+    """Settings of the `nereus` group.
+
+    Attributes:
+        enable: false leaves verl exactly as it is.
+        schedule: step -> layouts (see the module's text) that hold after that step.
+        run_dir: where records and the journal go; None: `nereus` under
+            trainer.default_local_dir.
+        checksum: verify every message of a transition on both ends.
+        staging_mib: buffer for packing on each rank, in MiB.
+        timeout_s: how long a rank waits for the others in one phase of a transition.
+        staged: "auto" parks a layout in host memory where old and new do not fit on the device
+            together, "never" refuses such a transition, "always" parks in any case.
+    """
+
+    enable: bool = True
+    schedule: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=FrozenMap)
+    run_dir: str | None = None
+    checksum: bool = True
+    staging_mib: int = 64
+    timeout_s: float = 300.0
+    staged: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_bool("nereus", "enable", self.enable)
+        require_bool("nereus", "checksum", self.checksum)
+        require_int("nereus", "staging_mib", self.staging_mib)
+        require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
+        require_choice("nereus", "staged", self.staged, ("auto", "never", "always"))
+        require(
+            self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
+            f"nereus.run_dir must be a directory or null, got {self.run_dir!r}",
+        )
+        object.__setattr__(self, "schedule", _check_schedule(self.schedule))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str | None = None) -> NereusConfig:
+        """Raises: SpecError naming the setting, and for an unknown one the nearest valid."""
+        if not isinstance(data, Mapping):
+            raise SpecError(f"nereus: expected a mapping of settings, got {data!r}")
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in names:
+                raise unknown_key(key, names, "nereus")
+        values = dict(data)
+        if isinstance(values.get("timeout_s"), int) and not isinstance(values["timeout_s"], bool):
+            values["timeout_s"] = float(values["timeout_s"])
+        if values.get("schedule") is None:
+            values.pop("schedule", None)
+        return cls(**values)
+
+
+def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
+    require(
+        isinstance(schedule, Mapping),
+        f"nereus.schedule must map steps to plans, like {{5: {{tp: 2}}}}, got {schedule!r}",
+    )
+    out: dict[int, Mapping[str, Any]] = {}
+    for key, plan in schedule.items():
+        step = int(key) if isinstance(key, str) and key.isdecimal() else key
+        require(
+            isinstance(step, int) and not isinstance(step, bool) and step >= 1,
+            f"nereus.schedule: a step is a whole number from 1, got {key!r}",
+        )
+        where = f"nereus.schedule.{step}"
+        require(step not in out, f"{where}: this step is given twice")
+        require(
+            isinstance(plan, Mapping) and len(plan) > 0,
+            f"{where} must be layout fields, or units with layout fields, got {plan!r}",
+        )
+        out[step] = _check_plan(plan, where)
+    return FrozenMap(sorted(out.items()))
+
+
+def _check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if "assignments" in plan:
+        GlobalPlan.from_dict(plan, where=where)
+        return plan
+    if set(plan) & set(UNITS):
+        for unit, layout in plan.items():
+            if unit not in UNITS:
+                raise unknown_key(unit, UNITS, where)
+            require(
+                isinstance(layout, Mapping),
+                f"{where}.{unit} must be layout fields, like {{tp: 2}}, got {layout!r}",
+            )
+            _check_fields(layout, f"{where}.{unit}")
+        return plan
+    _check_fields(plan, where)
+    return plan
+
+
+def _check_fields(layout: Mapping[str, Any], where: str) -> None:
+    for key in layout:
+        if key not in LAYOUT_FIELDS:
+            raise unknown_key(key, LAYOUT_FIELDS, where)
+
+
+def resolve_layout(
+    fields: Mapping[str, Any], *, backend: str, world_size: int, optimizer_sharded: bool, where: str
+) -> Layout:
+    """The layout that `fields` mean for an engine.
+
+    Args:
+        fields: layout fields as written in the schedule.
+        backend: "fsdp2" or "megatron".
+        world_size: ranks of the job; all of them take part.
+        optimizer_sharded: Megatron's distributed optimizer is on.
+        where: the setting that `fields` stand under, for error messages.
+
+    Raises: SpecError naming `where`.
+    """
+    values = dict(fields)
+    others = 1
+    for name in ("tp", "pp", "cp", "ulysses"):
+        value = values.get(name, 1)
+        require_int(where, name, value)
+        others *= value
+    require(
+        world_size % others == 0,
+        f"{where}: tp*pp*cp*ulysses = {others} must divide the job's {world_size} ranks",
+    )
+    values.setdefault("dp", world_size // others)
+    if backend == "fsdp2":
+        if values.get("shard_size") in (None, world_size):
+            values.pop("shard_size", None)
+            values.setdefault("sharding", "fsdp")
+        else:
+            values.setdefault("sharding", "hsdp")
+    else:
+        values.setdefault("sharding", "zero1" if optimizer_sharded else "none")
+    try:
+        layout = Layout.from_dict(values)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+    require(
+        layout.world_size == world_size,
+        f"{where}: layout {layout} takes {layout.world_size} ranks, the job has {world_size}; "
+        "leave dp out, or correct it",
+    )
+    return layout
+
+
+def plan_layouts(
+    plan: Mapping[str, Any],
+    *,
+    units: Mapping[str, bool],
+    backend: str,
+    world_size: int,
+    where: str,
+) -> dict[str, Layout]:
+    """Unit -> target layout of one scheduled plan; units it does not name are left out.
+
+    Args:
+        plan: as checked by `NereusConfig`.
+        units: the job's units -> whether their optimizer state is sharded.
+
+    Raises: SpecError naming the setting.
+    """
+    if "assignments" in plan:
+        return global_plan_layouts(GlobalPlan.from_dict(plan, where=where), units, where)
+    if not set(plan) & set(UNITS):
+        plan = {unit: plan for unit in units}
+    out: dict[str, Layout] = {}
+    for unit, fields in plan.items():
+        require(
+            unit in units,
+            f"{where}.{unit}: this job has no {unit}; its units are {', '.join(units)}",
+        )
+        out[unit] = resolve_layout(
+            fields,
+            backend=backend,
+            world_size=world_size,
+            optimizer_sharded=units[unit],
+            where=f"{where}.{unit}",
+        )
+    return out
+
+
+def global_plan_layouts(
+    plan: GlobalPlan, units: Mapping[str, Any], where: str
+) -> dict[str, Layout]:
+    """Unit -> layout of a global plan, whose stages of one unit must agree.
+
+    The rollout (actor-generate) is derived state and not changed by this adapter, so its
+    assignment is passed over.
+
+    Raises: SpecError naming the stage.
+    """
+    out: dict[str, Layout] = {}
+    for stage, assignment in plan.assignments.items():
+        if stage.value == "actor-generate":
+            continue
+        unit = stage.model
+        require(unit in units, f"{where}: {stage} has no unit in this job")
+        require(
+            out.setdefault(unit, assignment.layout) == assignment.layout,
+            f"{where}: the stages of {unit} share one set of weights, so {stage} must have the "
+            f"layout of the others ({out[unit]}), got {assignment.layout}",
+        )
+    return out

@@ -1,0 +1,1 @@
+"""A small, genuine PPO job on CPU, to watch and to test with."""

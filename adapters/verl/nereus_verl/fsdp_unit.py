@@ -1,0 +1,168 @@
+"""A verl FSDP2 engine as an elastic unit: full shard, HSDP, Ulysses sequence parallelism.
+
+The target is a second engine object of the same class, built beside the first. Commit exchanges the
+contents of the two objects, so every reference verl holds to its engine stays right.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus_plugins.emu.described import DescribedUnit
+from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_state, load_scalars
+from nereus_plugins.spec import Layout
+from nereus_verl import rng, verl_private
+from nereus_verl.groups import GroupSet
+
+
+class BuiltFsdp:
+    """One layout of an FSDP2 unit: the engine object that holds it, and its process groups."""
+
+    def __init__(self, engine: Any, layout: Layout, groups: GroupSet) -> None:
+        self.engine = engine
+        self.layout = layout
+        self.groups = groups
+
+    def described(self) -> DescribedUnit:
+        """Raises: UnsupportedState for state that is not a box."""
+        engine = self.engine
+        return describe_fsdp2(
+            engine.module,
+            engine.optimizer,
+            lr_scheduler=engine.lr_scheduler,
+            grad_scaler=engine.scaler,
+        )
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        engine = self.engine
+        load_scalars(
+            scalars,
+            engine.module,
+            engine.optimizer,
+            lr_scheduler=engine.lr_scheduler,
+            grad_scaler=engine.scaler,
+        )
+
+
+class FsdpUnit:
+    """Implements `nereus_plugins.emu.unit.ElasticUnit` over one `FSDPEngine`.
+
+    Args:
+        name: "actor", "critic" or "ref".
+        engine: verl's engine, initialised.
+    """
+
+    def __init__(self, name: str, engine: Any) -> None:
+        self.name = name
+        groups = GroupSet()
+        for mesh in (engine.device_mesh, engine.ulysses_device_mesh):
+            for group in mesh.get_all_groups() if mesh is not None else []:
+                groups.add(group)
+        self._current = BuiltFsdp(engine, engine_layout(engine), groups)
+
+    @property
+    def engine(self) -> Any:
+        return self._current.engine
+
+    def layout(self) -> Layout:
+        return self._current.layout
+
+    def described(self) -> DescribedUnit:
+        _onto_device(self.engine)
+        return self._current.described()
+
+    def free_gradients(self) -> None:
+        if self.engine.optimizer is not None:
+            self.engine.optimizer.zero_grad(set_to_none=True)
+
+    def build(self, layout: Layout) -> BuiltFsdp:
+        old = self.engine
+        config = copy.deepcopy(old.engine_config)
+        full = layout.sharding == "fsdp"
+        verl_private.set_config(
+            config,
+            fsdp_size=-1 if full else layout.shard_size,
+            ulysses_sequence_parallel_size=layout.ulysses,
+        )
+        groups = GroupSet()
+        engine: Any = None
+        try:
+            cls = type(old)
+            with rng.preserved(), groups.collect(), verl_private.fsdp_without_weights(cls):
+                engine = cls(
+                    model_config=old.model_config,
+                    engine_config=config,
+                    optimizer_config=old.optimizer_config,
+                    checkpoint_config=old.checkpoint_config,
+                )
+                # Compiled for shapes, not for a layout: sharing it saves compiling again.
+                engine.compute_entropy_from_logits = old.compute_entropy_from_logits
+                engine.initialize()
+                if hasattr(old.module, "generation_config"):
+                    engine.module.generation_config = old.module.generation_config
+                if engine.optimizer is not None:
+                    _onto_device(engine)
+                    ensure_optimizer_state(engine.optimizer)
+        except BaseException:
+            _empty(engine)
+            groups.destroy()
+            raise
+        return BuiltFsdp(engine, layout, groups)
+
+    def switch(self, built: BuiltFsdp) -> BuiltFsdp:
+        ours, theirs = self._current.engine, built.engine
+        ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
+        previous = BuiltFsdp(theirs, self._current.layout, self._current.groups)
+        self._current = BuiltFsdp(ours, built.layout, built.groups)
+        return previous
+
+    def release(self, built: BuiltFsdp) -> None:
+        _empty(built.engine)
+        built.groups.destroy()
+        if self.engine.is_param_offload_enabled or self.engine.is_optimizer_offload_enabled:
+            self.engine.to(
+                "cpu",
+                model=self.engine.is_param_offload_enabled,
+                optimizer=self.engine.is_optimizer_offload_enabled,
+                grad=False,
+            )
+
+
+def engine_layout(engine: Any) -> Layout:
+    """The layout an FSDP2 engine was built with."""
+    world = dist.get_world_size()
+    ulysses = engine.ulysses_sequence_parallel_size
+    mesh = engine.device_mesh
+    if mesh.ndim == 1:
+        return Layout(dp=world // ulysses, ulysses=ulysses, sharding="fsdp")
+    return Layout(
+        dp=world // ulysses, ulysses=ulysses, sharding="hsdp", shard_size=mesh.size(mesh.ndim - 1)
+    )
+
+
+def _onto_device(engine: Any) -> None:
+    """Where verl keeps weights or optimizer state in host memory between stages, load them."""
+    from verl.utils.device import get_device_name
+
+    if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled:
+        engine.to(
+            get_device_name(),
+            model=engine.is_param_offload_enabled,
+            optimizer=engine.is_optimizer_offload_enabled,
+            grad=False,
+        )
+
+
+def _empty(engine: Any) -> None:
+    """Let go of everything an engine object holds; the memory is free when this returns."""
+    if engine is not None:
+        engine.__dict__.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

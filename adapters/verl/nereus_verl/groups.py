@@ -1,0 +1,74 @@
+"""Process groups made during a transition: found, named alike on all ranks, and destroyed.
+
+Groups leak unless each is destroyed by name, and torch names a group by a counter in each process:
+a build that failed on one rank leaves the counters of the ranks apart, and the next `new_group`
+would wait for a peer that uses another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# No iteration of any job makes as many groups as this between two transition attempts.
+NAMES_PER_ATTEMPT = 1_000_000
+
+
+def align_names(attempt: int) -> None:
+    """Continue numbering groups from a value that all ranks know.
+
+    Args:
+        attempt: number of this transition attempt in the job, from 1, the same on all ranks.
+    """
+    world: Any = c10d._world  # torch's registry of process groups; no public access to the counter
+    world.group_count = max(world.group_count, attempt * NAMES_PER_ATTEMPT)
+
+
+class GroupSet:
+    """The process groups that one layout owns in this process, once each."""
+
+    def __init__(self, groups: list[dist.ProcessGroup] | None = None) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+        for group in groups or []:
+            self.add(group)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Any) -> None:
+        """Add a group of which this rank is a member; the world group is never owned."""
+        if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
+            return
+        if group not in self._groups:
+            self._groups.append(group)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Own every group that is made inside, also when what is inside raises."""
+        before = set(_registered())
+        try:
+            yield
+        finally:
+            for group in _registered():
+                if group not in before:
+                    self.add(group)
+
+    def destroy(self) -> None:
+        """Destroy the groups. Waits for no peer; a group that is already gone is passed over."""
+        for group in self._groups:
+            if group in _registered():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _registered() -> list[dist.ProcessGroup]:
+    return list(c10d._world.pg_map)
+
+
+def registered_count() -> int:
+    """Process groups alive in this process, the world group among them."""
+    return len(_registered())

@@ -1,0 +1,100 @@
+"""The frameworks' own checkpoints, saved in one layout and loaded in another: what moves must equal.
+
+Megatron-core's `dist_checkpointing` (fully reshardable optimizer format) and torch's distributed
+checkpoint. Both reshard through files, by code that is not ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nereus_plugins.selftest.fsdp2_job import Fsdp2Job
+    from nereus_plugins.selftest.megatron_job import MegatronJob
+
+
+def save_megatron(job: MegatronJob, path: Path) -> None:
+    """Save a Megatron job's model, optimizer and scheduler; collective over all ranks."""
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(_megatron_state(job, loading=False), str(path))
+
+
+def load_megatron(job: MegatronJob, path: Path) -> None:
+    """Load what `save_megatron` wrote into a job of any layout; collective over all ranks."""
+    from megatron.core import dist_checkpointing
+
+    from nereus_plugins.emu.described import megatron_private as private
+    from nereus_plugins.emu.described.megatron import unwrap
+
+    state = dist_checkpointing.load(_megatron_state(job, loading=True), str(path))
+    built = job.current
+    if not built.active:
+        return
+    unwrap(built.chunk).load_state_dict(state["model"])
+    built.optimizer.load_state_dict(state["optimizer"])
+    built.scheduler.num_steps = 0  # load_state_dict adds to it
+    built.scheduler.load_state_dict(state["scheduler"])
+    for part in private.split_optimizers(built.optimizer):
+        for values in part.optimizer.state.values():
+            if isinstance(values.get("step"), torch.Tensor):
+                # Megatron-core 0.16.1 gives all parameters one counter, which then counts once per
+                # parameter and step; a checkpoint must not be worse than a move for that.
+                values["step"] = values["step"].clone()
+
+
+def _megatron_state(job: MegatronJob, *, loading: bool) -> dict[str, Any]:
+    from nereus_plugins.emu.described import megatron_private as private
+    from nereus_plugins.emu.described.megatron import unwrap
+
+    built = job.current
+    if not built.active:
+        return {}
+    group = built.collection.dp_cp
+    metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
+    with private.tied_weights_group(group):
+        model = unwrap(built.chunk).sharded_state_dict(metadata=metadata)
+    optimizer = built.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if not loading:
+        state["scheduler"] = built.scheduler.state_dict()
+    return state
+
+
+def save_fsdp2(job: Fsdp2Job, path: Path) -> None:
+    """Save an FSDP2 job's model, optimizer and scheduler; collective over the layout's ranks."""
+    import torch.distributed.checkpoint as checkpoint
+
+    if job.current.module is not None:
+        group = job.current.everyone
+        checkpoint.save(_fsdp2_state(job), checkpoint_id=path, process_group=group)
+
+
+def load_fsdp2(job: Fsdp2Job, path: Path) -> None:
+    """Load what `save_fsdp2` wrote into a job of any layout; collective over the layout's ranks."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    built = job.current
+    if built.module is None:
+        return
+    state = _fsdp2_state(job)
+    checkpoint.load(state, checkpoint_id=path, process_group=built.everyone)
+    set_state_dict(
+        built.module,
+        built.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    built.scheduler.load_state_dict(state["scheduler"])
+
+
+def _fsdp2_state(job: Fsdp2Job) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    built = job.current
+    model, optimizer = get_state_dict(built.module, built.optimizer)
+    return {"model": model, "optimizer": optimizer, "scheduler": built.scheduler.state_dict()}
