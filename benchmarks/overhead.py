@@ -1,4 +1,4 @@
-"""What Nereus costs a verl job that does not change its layout: step time, flag on against flag off.
+"""What Nereus costs a verl job that keeps its layout: step time, flag on against flag off.
 
     python benchmarks/overhead.py [--json] [--steps N] [--pairs N] [--engine fsdp2|megatron]
 

@@ -9,7 +9,6 @@ Names are those of transformers 5, which stacks the experts of a layer in one pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,9 +69,8 @@ def predict(
         number = param + i * len(params)
         builder.add_rows(number, owner[at], number, offset, boxes, own_storage=i > 0)
     # FSDP2 pads each parameter's own memory to the same number of rows on all ranks.
-    for i, (_, full) in enumerate(params):
-        padded = int(chunk[i]) * math.prod(full[1:])
-        builder.add_storages(owner, i, padded * DTYPE_BYTES[param_dtype])
+    padded = chunk * whole[:, 1:].prod(axis=1) * DTYPE_BYTES[param_dtype]
+    builder.add_storages(owner[at], param, padded[param])
     return builder.build()
 
 

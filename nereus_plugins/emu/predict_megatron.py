@@ -369,7 +369,8 @@ class _Stage:
                     if self.distributed:
                         buffer = lay_out_buffer(params, size)
                         nbytes = buffer.numel * DTYPE_BYTES[self.param_dtype]
-                        self.builder.add_storages(owner, keys[0], nbytes)
+                        same = np.ones_like(owner)
+                        self.builder.add_storages(owner, same * keys[0], same * nbytes)
                         self._whole(pieces, coords, owner, keys, kinds=())
                         self._ranges(pieces, buffer, place, size, coords, owner, keys)
                     else:

@@ -62,10 +62,9 @@ class TableBuilder:
                 np.add.at(sums, index, nbytes)
             self._storages.append((unique >> 32, unique & 0xFFFFFFFF, sums))
 
-    def add_storages(self, rank: Int64Array, key: int, nbytes: int) -> None:
-        """Add one storage of the same size and number on each of the ranks, int64 [n]."""
-        full = np.full(len(rank), key, np.int64), np.full(len(rank), nbytes, np.int64)
-        self._storages.append((rank, *full))
+    def add_storages(self, rank: Int64Array, key: Int64Array, nbytes: Int64Array) -> None:
+        """Add storages that shards added with `own_storage=False` name, all int64 [n]."""
+        self._storages.append((rank, key, nbytes))
 
     def build(self) -> ShardTable:
         """The table; in a rank, shards keep the order in which they were added."""

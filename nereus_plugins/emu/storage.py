@@ -15,20 +15,25 @@ class ParkedStorages:
     """Contents of storages, held in host memory (pinned where they came from a CUDA device)."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        # By the storage object's own identity: without memory it has no data pointer.
+        self._parked: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         for storage in storages:
             live = _bytes(storage)
             host = torch.empty(live.shape, dtype=torch.uint8, pin_memory=live.is_cuda)
             host.copy_(live, non_blocking=live.is_cuda)
-            self._parked.append((storage, host))
-        _wait(s for s, _ in self._parked)  # before the memory is given away
-        for storage, _ in self._parked:
+            self._parked[storage._cdata] = (storage, host)
+        _wait(self._storages())  # before the memory is given away
+        for storage in self._storages():
             storage.resize_(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes in host memory."""
-        return sum(host.numel() for _, host in self._parked)
+        return sum(host.numel() for _, host in self._parked.values())
+
+    def holds(self, view: torch.Tensor) -> bool:
+        """Whether the storage of `view` is parked here."""
+        return view.untyped_storage()._cdata in self._parked
 
     def view_of(self, view: torch.Tensor) -> torch.Tensor:
         """What `view`, a tensor in one of these storages, held: a view of the host copy.
@@ -36,16 +41,11 @@ class ParkedStorages:
         Raises:
             ValueError: the view's storage is not parked here (any more).
         """
-        for storage, host in self._parked:
-            if storage._cdata == view.untyped_storage()._cdata:
-                at = (view.storage_offset(), view.shape, view.stride())
-                return torch.empty(0, dtype=view.dtype).set_(host.untyped_storage(), *at)
-        raise ValueError(f"a tensor of shape {tuple(view.shape)} lies in no parked storage")
-
-    def holds(self, view: torch.Tensor) -> bool:
-        """Whether the storage of `view` is parked here."""
-        pointer = view.untyped_storage()._cdata
-        return any(storage._cdata == pointer for storage, _ in self._parked)
+        if not self.holds(view):
+            raise ValueError(f"a tensor of shape {tuple(view.shape)} lies in no parked storage")
+        _, host = self._parked[view.untyped_storage()._cdata]
+        at = (view.storage_offset(), view.shape, view.stride())
+        return torch.empty(0, dtype=view.dtype).set_(host.untyped_storage(), *at)
 
     def fetch(self) -> None:
         """Acquire the memory again and copy the contents back. A second call does nothing.
@@ -54,22 +54,19 @@ class ParkedStorages:
             torch.OutOfMemoryError: the device has no room; storages fetched so far are back, the
                 rest stays parked, and calling again continues.
         """
-        devices = [s for s, _ in self._parked]
-        try:
-            while self._parked:
-                storage, host = self._parked[-1]
-                storage.resize_(host.numel())
-                _bytes(storage).copy_(host, non_blocking=host.is_pinned())
-                # Only now: a host copy is dropped when its content is on its way back.
-                self._parked.pop()
-                if host.is_pinned():
-                    _wait([storage])
-        finally:
-            _wait(devices)
+        for key in list(self._parked):
+            storage, host = self._parked[key]
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=host.is_pinned())
+            _wait([storage])  # before the host copy is dropped
+            del self._parked[key]
 
     def drop(self) -> None:
         """Forget the contents; the storages stay empty. For a source after commit."""
         self._parked.clear()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        return [storage for storage, _ in self._parked.values()]
 
 
 def park(storages: Iterable[torch.UntypedStorage]) -> ParkedStorages:

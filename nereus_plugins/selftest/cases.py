@@ -94,8 +94,8 @@ SOAK = {
 }  # fmt: skip
 
 
-def cases(backend: str, ranks: int, *, quick: bool) -> list[Case]:
-    """The pairs that fit on `ranks` ranks; those for more than four are left out of a quick run."""
+def cases(backend: str, ranks: int, *, at_least: int = 1, quick: bool = False) -> list[Case]:
+    """The pairs that fit on `ranks` ranks and take `at_least` so many; four of them if quick."""
     found = MEGATRON if backend == "megatron" else FSDP2
-    fitting = [c for c in found if c.ranks <= ranks]
+    fitting = [c for c in found if at_least <= c.ranks <= ranks]
     return fitting[:4] if quick else fitting

@@ -1,4 +1,4 @@
-"""The frameworks' own checkpoints, saved in one layout and loaded in another: what moves must equal.
+"""The frameworks' own checkpoints, saved in one layout and loaded in another: what a move equals.
 
 Megatron-core's `dist_checkpointing` (fully reshardable optimizer format) and torch's distributed
 checkpoint. Both reshard through files, by code that is not ours.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nereus_plugins.emu.described import torch_private as private
+from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.gtg.execute import RankTransition, TransitionAborted, TransitionOptions
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
 from nereus_plugins.selftest import oracle
@@ -27,11 +28,14 @@ from nereus_plugins.selftest.compare import State, differences, whole_state
 from nereus_plugins.selftest.ranks import Bench
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
+from nereus_plugins.transport.metadata import gather_tables
 
 UNIT = "model"
+STAGING_BYTES = 64 << 10
 BEFORE, AFTER, IN_TARGET = 2, 3, 2  # optimizer steps
 # Phases before the commit record; "park" and "fetch" are those of a staged transition.
 FAILING_PHASES = ("free_gradients", "build", "describe", "plan", "agree", "move", "verify")
+FAILING_STAGED = ("park", "build", "move", "verify")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,19 @@ class _Notebook:
         return [asdict(c) for c in self.checks]
 
 
+@dataclass(frozen=True)
+class _Budget:
+    """Device memory that holds the old state or the new one, but not both.
+
+    Attributes:
+        nbytes: on each device.
+        target: shard table of the target layout on all ranks.
+    """
+
+    nbytes: int
+    target: ShardTable
+
+
 class _Driver:
     """Runs transitions of one job, as a trainer's driver would."""
 
@@ -84,17 +101,27 @@ class _Driver:
         self.control = control
         self.epoch = 0
 
-    def move(self, job: Any, layout: Layout) -> int:
-        """One transition, committed and released; bytes that this rank received."""
+    def move(self, job: Any, layout: Layout, *, budget: _Budget | None = None) -> int:
+        """One transition, committed and released; bytes that this rank received.
+
+        With a budget it must be staged through host memory.
+        """
         self.epoch += 1
         transition = RankTransition(
             {UNIT: job},
             rank=self.bench.rank,
             world=self.bench.world,
             control=self.control,
-            options=TransitionOptions(timeout_s=self.bench.timeout_s),
+            options=TransitionOptions(
+                timeout_s=self.bench.timeout_s,
+                memory_budget_bytes=budget.nbytes if budget else None,
+                staging_bytes=STAGING_BYTES,
+            ),
         )
-        report = transition.prepare({UNIT: layout}, self.epoch)
+        predicted = {UNIT: budget.target} if budget else None
+        report = transition.prepare({UNIT: layout}, self.epoch, predicted)
+        wanted = "staged" if budget else "intact"
+        assert report.mode == wanted, f"the transition was {report.mode}, not {wanted}"
         transition.commit()
         transition.release()
         return report.units[UNIT].bytes_received
@@ -123,13 +150,13 @@ def _same_losses(a: list[float | None], b: list[float | None]) -> list[str]:
 # -- 1. bit-exact ------------------------------------------------------------------------------
 
 
-def bit_exact(bench: Bench, backend: str, quick: bool) -> list[dict[str, Any]]:
-    """Moves, round trips and checkpoints, for every pair of layouts that fits."""
+def bit_exact(bench: Bench, backend: str, quick: bool, at_least: int = 1) -> list[dict[str, Any]]:
+    """Moves, round trips and checkpoints, for the pairs that `cases` names for this many ranks."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
     notes = _Notebook(bench, control)
     driver = _Driver(bench, control)
     never_moved: dict[str, tuple[State, list[float | None]]] = {}
-    for case in cases(backend, bench.world, quick=quick):
+    for case in cases(backend, bench.world, at_least=at_least, quick=quick):
         key = f"{case.model} {case.source}"
         if key not in never_moved:
             never_moved[key] = _plain_runs(case, bench, notes)
@@ -225,7 +252,8 @@ def _fault(text: str) -> Iterator[None]:
 
 
 def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
-    """A rank raises in each phase: everyone aborts, and trains on in the old layout alike."""
+    """A rank raises in each phase, of an intact and of a staged transition: everyone aborts, and
+    trains on in the old layout alike."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
     notes = _Notebook(bench, control)
     driver = _Driver(bench, control)
@@ -234,14 +262,18 @@ def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
     twin = make_job(case, case.source, bench, seed=1)
     _train(job, 0, 1)
     _train(twin, 0, 1)
-    kinds = [(phase, "raise") for phase in FAILING_PHASES] + [("verify", "corrupt")]
-    for step, (phase, kind) in enumerate(kinds, start=1):
+    budget = _budget(job, case.target, bench)
+    kinds: list[tuple[str, str, _Budget | None]] = []
+    kinds += [(phase, "raise", None) for phase in FAILING_PHASES]
+    kinds += [("verify", "corrupt", None)]
+    kinds += [(phase, "raise", budget) for phase in FAILING_STAGED]
+    for step, (phase, kind, room) in enumerate(kinds, start=1):
         wrong = []
         before = whole_state(job.described(), bench.device)
         said = ""
         with _fault(f"step={phase},rank=1,kind={kind}"):
             try:
-                driver.move(job, case.target)
+                driver.move(job, case.target, budget=room)
                 wrong.append("the transition was not aborted")
             except TransitionAborted as error:
                 said = str(error)
@@ -251,14 +283,37 @@ def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
         wrong += _same_losses(_train(job, step, 1), _train(twin, step, 1))
         end = [whole_state(j.described(), bench.device) for j in (job, twin)]
         wrong += differences(*end)
-        notes.note(f"{kind} in {phase}: old layout trains on", case, wrong, said)
+        how = f"{kind} in {phase}{' (staged)' if room else ''}"
+        notes.note(f"{how}: old layout trains on", case, wrong, said)
     before = whole_state(job.described(), bench.device)
-    driver.move(job, case.target)
+    driver.move(job, case.target, budget=budget)
     after = whole_state(job.described(), bench.device)
-    notes.note("a transition after all that", case, differences(before, after))
+    notes.note("then a staged transition", case, differences(before, after))
+    driver.move(job, case.source)
+    after = whole_state(job.described(), bench.device)
+    notes.note("then one back", case, differences(before, after))
     job.close()
     twin.close()
     return notes.dump()
+
+
+def _budget(job: Any, target: Layout, bench: Bench) -> _Budget:
+    """A budget that forces a transition of `job` to `target` through host memory."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    # As built, where a job would take the prediction of its model's spec.
+    built = job.build(target)
+    tables = [gather_tables(unit.described().table(bench.rank), everyone) for unit in (job, built)]
+    job.release(built)
+    sizes = [
+        [int(table.storages.of_rank(r).nbytes.sum()) for r in range(bench.world)]
+        for table in tables
+    ]
+    larger = max(max(pair) for pair in zip(*sizes, strict=True))
+    both = max(sum(pair) for pair in zip(*sizes, strict=True))
+    nbytes = larger + 2 * STAGING_BYTES
+    assert nbytes < both, "the model is too small to need staging"
+    return _Budget(nbytes, tables[1])
 
 
 def killed(bench: Bench, backend: str, phase: str) -> list[dict[str, Any]]:

@@ -14,21 +14,13 @@ from typing import Any
 
 import ray
 import torch
-from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
-from nereus_cpu.checks import CpuPlatformError, expect
+from nereus_cpu.checks import CpuPlatformError
 from nereus_cpu.generate import Completion, Request, generate
 
 GATHER_S = 0.02  # how long a batch waits for more requests
-
-
-def register(name: str) -> None:
-    """Makes `actor_rollout_ref.rollout.name=<name>` this backend."""
-    expect(hasattr(base, "_ROLLOUT_REGISTRY"), "verl.workers.rollout.base._ROLLOUT_REGISTRY is gone")
-    base._ROLLOUT_REGISTRY[name, "async"] = f"{__name__}.ServerAdapter"
-    RolloutReplicaRegistry.register(name, lambda: HFReplica)
 
 
 def server_name(replica_rank: int) -> str:

@@ -21,7 +21,6 @@ from nereus_plugins.spec import FrozenMap, GlobalPlan, Layout, Record, SpecError
 from nereus_plugins.spec.record import (
     require,
     require_bool,
-    require_choice,
     require_int,
     require_number,
     unknown_key,
@@ -42,26 +41,30 @@ class NereusConfig(Record):
         run_dir: where records and the journal go; None: `nereus` under
             trainer.default_local_dir.
         checksum: verify every message of a transition on both ends.
-        staging_mib: buffer for packing on each rank, in MiB.
+        staging_mib: packing buffer on each rank, in MiB: the most that one message carries; None:
+            what suits the back end.
         timeout_s: how long a rank waits for the others in one phase of a transition.
-        staged: "auto" parks a layout in host memory where old and new do not fit on the device
-            together, "never" refuses such a transition, "always" parks in any case.
+        memory_budget_gib: device memory of one rank that old and new layout may take together;
+            what does not fit is parked in host memory meanwhile. None: what is free at the time on
+            an accelerator, no limit on CPU.
     """
 
     enable: bool = True
     schedule: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=FrozenMap)
     run_dir: str | None = None
     checksum: bool = True
-    staging_mib: int = 64
+    staging_mib: int | None = None
     timeout_s: float = 300.0
-    staged: str = "auto"
+    memory_budget_gib: float | None = None
 
     def __post_init__(self) -> None:
         require_bool("nereus", "enable", self.enable)
         require_bool("nereus", "checksum", self.checksum)
-        require_int("nereus", "staging_mib", self.staging_mib)
+        if self.staging_mib is not None:
+            require_int("nereus", "staging_mib", self.staging_mib)
         require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
-        require_choice("nereus", "staged", self.staged, ("auto", "never", "always"))
+        if self.memory_budget_gib is not None:
+            require_number("nereus", "memory_budget_gib", self.memory_budget_gib, above=0.0)
         require(
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
             f"nereus.run_dir must be a directory or null, got {self.run_dir!r}",

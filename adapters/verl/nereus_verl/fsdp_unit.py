@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_state, load_scalars
+from nereus_plugins.emu.described.torch_private import clear_sharding_cache
 from nereus_plugins.spec import Layout
 from nereus_verl import rng, verl_private
 from nereus_verl.groups import GroupSet
@@ -92,6 +93,9 @@ class FsdpUnit:
         )
         groups = GroupSet()
         engine: Any = None
+        # DTensor caches results by mesh, and a mesh of other groups counts as equal: without this,
+        # state made here would refer to another unit's groups, and die with them.
+        clear_sharding_cache()
         try:
             cls = type(old)
             with rng.preserved(), groups.collect(), verl_private.fsdp_without_weights(cls):
@@ -112,6 +116,7 @@ class FsdpUnit:
         except BaseException:
             _empty(engine)
             groups.destroy()
+            clear_sharding_cache()
             raise
         return BuiltFsdp(engine, layout, groups)
 
@@ -125,6 +130,7 @@ class FsdpUnit:
     def release(self, built: BuiltFsdp) -> None:
         _empty(built.engine)
         built.groups.destroy()
+        clear_sharding_cache()  # it may answer for other units with the groups just destroyed
         if self.engine.is_param_offload_enabled or self.engine.is_optimizer_offload_enabled:
             self.engine.to(
                 "cpu",

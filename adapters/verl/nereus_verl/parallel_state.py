@@ -1,7 +1,7 @@
 """Several Megatron parallel layouts in one process, one of them loaded at a time.
 
-Megatron-core keeps its groups in module globals (`megatron.core.parallel_state` and a few more), and
-verl puts actor, critic and reference of one process into the same ones. While a transition is
+Megatron-core keeps its groups in module globals (`megatron.core.parallel_state` and a few more),
+and verl puts actor, critic and reference of one process into the same ones. While a transition is
 prepared, the target layout has globals of its own; they are loaded around every piece of work on
 the target, and for good at commit. Whatever is loaded, Megatron's own code runs unchanged.
 """

@@ -226,7 +226,7 @@ def _megatron_overrides(job: Job) -> list[str]:
             f"{engine}.use_remove_padding=False",
             f"{engine}.sequence_parallel=False",
             f"{engine}.use_distributed_optimizer=True",
-            f"{engine}.dtype=float32",
+            f"{engine}.dtype=bfloat16",  # fp32 masters; verl's Megatron engine takes no fp32 model
             f"{engine}.seed={job.seed}",
             *(
                 f"++{engine}.override_transformer_config.{name}={value}"

@@ -1,10 +1,16 @@
-"""The demo task's reward, loaded by verl (reward.custom_reward_function.path)."""
+"""The demo task's reward, loaded by verl (reward.custom_reward_function.path).
+
+The prompt asks for "letters" or for "symbols" (digits and punctuation), the answer is 16 characters.
+"""
+
+ANSWER_CHARACTERS = 16
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
 ) -> float:
-    """Share of the answer's characters that are of the asked kind ("digits" or "letters"), 0 to 1."""
-    asked = str.isdigit if ground_truth == "digits" else str.isalpha
-    wanted = sum(1 for c in solution_str if c.isascii() and asked(c))
-    return wanted / max(1, len(solution_str))
+    """Share of the answer's characters that are of the asked kind, 0 to 1; missing ones count as wrong."""
+    visible = [c for c in solution_str if "!" <= c <= "~"]
+    letters = sum(c.isalpha() for c in visible)
+    wanted = letters if ground_truth == "letters" else len(visible) - letters
+    return wanted / max(ANSWER_CHARACTERS, len(solution_str))

@@ -92,7 +92,7 @@ def _save_model(
 
 
 def _prompt(index: int, rng: random.Random) -> dict[str, object]:
-    kind = "digits" if index % 2 else "letters"
+    kind = "symbols" if index % 2 else "letters"
     return {
         "data_source": "nereus/demo",
         "prompt": [{"role": "user", "content": f"{rng.randrange(100):02d} {kind}"}],

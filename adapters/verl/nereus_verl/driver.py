@@ -1,0 +1,54 @@
+"""Calls from the trainer's process into all worker processes, which never wait for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+POLL_S = 1.0
+
+
+class WorkersFailed(RuntimeError):
+    """Workers died, raised, or did not answer in time; the message names ranks and phase."""
+
+
+def call_all(
+    workers: Sequence[Any], phase: str, function: Callable[..., Any], *args: Any, timeout_s: float
+) -> list[Any]:
+    """Run `function(worker, *args)` in every worker process; results by rank.
+
+    Args:
+        workers: Ray handles by rank.
+        phase: what is being done, for error messages.
+        timeout_s: for all of them together.
+
+    Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
+    """
+    pending = {worker.__ray_call__.remote(function, *args): r for r, worker in enumerate(workers)}
+    results: list[Any] = [None] * len(workers)
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
+        for ref in ready:
+            rank = pending.pop(ref)
+            try:
+                results[rank] = ray.get(ref)
+            except RayActorError as error:
+                raise WorkersFailed(
+                    f"the worker process of rank {rank} died in {phase!r}"
+                ) from error
+            except RayTaskError as error:
+                raise WorkersFailed(f"rank {rank} failed in {phase!r}: {error.cause!r}") from error
+            except RayError as error:
+                raise WorkersFailed(f"rank {rank} was lost in {phase!r}: {error}") from error
+        if pending and time.monotonic() > deadline:
+            ranks = ", ".join(str(r) for r in sorted(pending.values()))
+            raise WorkersFailed(
+                f"rank(s) {ranks} did not answer in {phase!r} within {timeout_s:g} s; raise "
+                "nereus.timeout_s if they were only slow"
+            )
+    return results

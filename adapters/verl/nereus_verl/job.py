@@ -1,0 +1,388 @@
+"""The job port of a running verl job: the one caller of its workers, between iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from nereus_plugins.gtg.journal import Journal
+from nereus_plugins.gtg.report import merge_unit_reports
+from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
+from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage
+from nereus_plugins.trace.record import (
+    RECORDS_FILE,
+    RecordWriter,
+    RunRecord,
+    StepRecord,
+    TransitionRecord,
+    now_s,
+)
+from nereus_verl import capabilities, jobconfig, stamp, verl_private, worker
+from nereus_verl.config import global_plan_layouts
+from nereus_verl.driver import WorkersFailed, call_all
+from nereus_verl.preflight import Preflight
+
+JOURNAL_FILE = "journal.jsonl"
+SETUP_TIMEOUT_S = 600.0
+# A phase has many steps, each of which may use up the ranks' own time limit before it fails.
+DRIVER_PATIENCE = 4.0
+PACKAGES = ("nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers")
+
+
+class TransitionFailed(RuntimeError):
+    """State was lost with a dead or broken rank: the job must end; says what to restart from."""
+
+
+class VerlJob:
+    """Implements `nereus_plugins.job.JobPort`.
+
+    Args:
+        checked: what was found before the job started.
+        worker_groups: verl's worker groups (they share their processes), the actor's first.
+    """
+
+    def __init__(self, checked: Preflight, worker_groups: Sequence[Any]) -> None:
+        self.checked = checked
+        self._groups = list({id(group): group for group in worker_groups}.values())
+        self._workers = verl_private.workers_of(self._groups[0])
+        self._layouts = dict(checked.layouts)
+        self._records = RecordWriter(checked.run_dir)
+        self._journal = Journal(checked.run_dir / JOURNAL_FILE)
+        # Epochs go on from an earlier run of the same job; each attempt takes one.
+        self._attempts = max((record.epoch for record in self._journal.read()), default=0)
+        self._epoch = self._attempts
+        self._step = 0
+        self._last: StepRecord | None = None
+        self._node_of: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        """Make the workers' engines units, and check that they are what the configuration says.
+
+        Raises: WorkersFailed; RuntimeError if verl built another layout than configured.
+        """
+        options = self.checked.nereus
+        staging = None if options.staging_mib is None else options.staging_mib << 20
+        models = {name: model.to_dict() for name, model in self.checked.models.items()}
+        answers = call_all(
+            self._workers,
+            "setup",
+            worker.setup,
+            models,
+            options.checksum,
+            staging,
+            options.timeout_s,
+            timeout_s=SETUP_TIMEOUT_S,
+        )
+        hosts = [answer["host"] for answer in answers]
+        self._node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
+        for answer in answers:
+            built = {name: Layout.from_dict(f) for name, f in answer["layouts"].items()}
+            if built != self._layouts:
+                raise RuntimeError(
+                    f"verl built {_listed(built)} on rank {answer['rank']}, its configuration "
+                    f"says {_listed(self._layouts)}; give actor, critic and ref settings that "
+                    "agree (Megatron: the same tensor and pipeline sizes)"
+                )
+        self._records.write(
+            RunRecord(
+                run_id=uuid.uuid4().hex,
+                time_unix_s=now_s(),
+                source="verl",
+                versions=_versions(),
+                world_size=len(self._workers),
+                plan=self.layouts(),
+                config=dataclasses.asdict(options) | {"schedule": self._schedule()},
+            )
+        )
+        say(
+            f"on; start {_listed(self._layouts)}; {len(self.checked.targets)} transitions scheduled"
+        )
+
+    # -- the port -------------------------------------------------------------------------------
+
+    def capabilities(self) -> Capabilities:
+        return capabilities.capabilities(self.checked.config, verl_private.verl_version())
+
+    def describe(self) -> GlobalPlan:
+        assignments = {
+            stage: Assignment(layout)
+            for name, layout in self._layouts.items()
+            for stage in capabilities.STAGES[name]
+        }
+        rollout = jobconfig.rollout_layout(self.checked.config)
+        assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout)
+        return GlobalPlan(assignments, name=f"epoch-{self._epoch}")
+
+    def epoch(self) -> int:
+        return self._epoch
+
+    def observe(self) -> StepRecord | None:
+        return self._last
+
+    def units(self) -> tuple[UnitInfo, ...]:
+        return tuple(
+            UnitInfo(
+                name=name,
+                model=self.checked.models[name],
+                stages=frozenset(capabilities.STAGES[name]),
+                layout=layout,
+                trainable=name != "ref",
+            )
+            for name, layout in self._layouts.items()
+        )
+
+    def execute(self, proposal: Proposal) -> TransitionRecord:
+        if proposal.epoch != self._epoch:
+            raise StaleProposal(
+                f"proposed for epoch {proposal.epoch}, the job is in epoch {self._epoch}"
+            )
+        where = f"plan {proposal.plan.name!r}"
+        targets = global_plan_layouts(proposal.plan, self._layouts, where)
+        return self.transition(targets, where)
+
+    # -- what the trainer calls -----------------------------------------------------------------
+
+    def layouts(self) -> dict[str, Any]:
+        """The layouts in force, by unit, as dicts."""
+        return {name: layout.to_dict() for name, layout in self._layouts.items()}
+
+    def layout(self, unit: str) -> Layout:
+        return self._layouts[unit]
+
+    def at_boundary(self, step: int) -> TransitionRecord | None:
+        """Run what is scheduled for the end of `step`; None if nothing is."""
+        self._step = step
+        targets = self.checked.targets.get(step)
+        if targets is None:
+            return None
+        return self.transition(targets, f"nereus.schedule.{step}")
+
+    def transition(self, targets: Mapping[str, Layout], where: str) -> TransitionRecord:
+        """One transition of the named units, as a transaction.
+
+        Args:
+            targets: by unit; others stay. where: what asked for it, for messages.
+
+        Returns: the record, also when it was aborted: then the old layouts are in force.
+
+        Raises:
+            SpecError: the plan cannot be run by this job.
+            TransitionFailed: the job must end.
+        """
+        checked = self.checked
+        capabilities.check_targets(checked.config, checked.models, self._layouts, targets, where)
+        changes = {
+            name: layout for name, layout in targets.items() if layout != self._layouts[name]
+        }
+        self._attempts += 1
+        run = _Run(
+            self._attempts, self._step, {n: (self._layouts[n], t) for n, t in changes.items()}
+        )
+        if changes:
+            say(f"step {self._step}: {run.listed()} ...")
+            try:
+                self._execute(run, changes)
+            except (WorkersFailed, TransitionFailed) as error:
+                run.outcome, run.reason = "failed", str(error)
+                self._records.write(run.record())
+                raise TransitionFailed(self._last_words(run)) from error
+        record = run.record()
+        self._records.write(record)
+        say(f"step {self._step}: {run.summary()}")
+        return record
+
+    def _execute(self, run: _Run, changes: Mapping[str, Layout]) -> None:
+        wanted = {name: layout.to_dict() for name, layout in changes.items()}
+        with run.timed("prepare"):
+            answers = self._call(
+                "prepare", worker.prepare, wanted, run.epoch, self._node_of, self._budget()
+            )
+        if run.aborted(answers):
+            return
+        reports = [answer["report"] for answer in answers]
+        run.prepared(reports)
+        digests = {report["digest"] for report in reports}
+        if len(digests) != 1:
+            self._call("abort", worker.abort)
+            raise TransitionFailed(f"ranks prepared different schedules: {sorted(digests)}")
+        with run.timed("journal"):
+            after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
+            self._journal.commit(epoch=run.epoch, plan=after, digest=digests.pop(), step=self._step)
+        with run.timed("commit"):
+            answers = self._call("commit", worker.commit)
+        if run.aborted(answers):
+            self._journal.abort(epoch=run.epoch, reason=run.reason)
+            return
+        self._layouts.update(changes)
+        self._epoch = run.epoch
+        for group in self._groups:
+            verl_private.forget_dispatch(group)
+        with run.timed("release"):
+            answers = self._call("release", worker.release)
+        run.released(answers)
+
+    def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
+        patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
+        return call_all(self._workers, phase, function, *args, timeout_s=patience)
+
+    def _budget(self) -> int | None:
+        """Device bytes for old and new state on one rank; the same for all ranks."""
+        fixed = self.checked.nereus.memory_budget_gib
+        if fixed is not None:
+            return int(fixed * (1 << 30))
+        free = self._call("free_memory", worker.free_memory)
+        known = [value for value in free if value is not None]
+        return min(known) if known else None
+
+    def _last_words(self, run: _Run) -> str:
+        checkpoint = stamp.latest_checkpoint(self.checked.config)
+        restart = (
+            f"the newest checkpoint is {checkpoint}; its {stamp.FILE} names the settings to "
+            "restart with"
+            if checkpoint is not None
+            else "there is no checkpoint yet; start again (trainer.save_freq saves some)"
+        )
+        return (
+            f"the transition after step {self._step} ({run.listed()}) failed and state was lost "
+            f"with it: {run.reason}. The job ends here: {restart}. Records: "
+            f"{self.checked.run_dir / RECORDS_FILE}"
+        )
+
+    # -- observing ------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """The largest value over ranks of what `worker.memory` reports."""
+        answers = self._call("memory", worker.memory)
+        return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+    def write_step(self, record: StepRecord) -> None:
+        self._last = record
+        self._records.write(record)
+
+    def save_stamp(self, folder: Any) -> None:
+        """Write the layouts in force beside a checkpoint that was just saved."""
+        stamp.write(folder, self._layouts, self.checked.config, self._epoch)
+
+    def _schedule(self) -> dict[str, Any]:
+        return {
+            str(step): {name: layout.to_dict() for name, layout in targets.items()}
+            for step, targets in self.checked.targets.items()
+        }
+
+
+class _Run:
+    """One transition as the driver sees it, on its way to a record."""
+
+    def __init__(self, epoch: int, step: int, changes: Mapping[str, tuple[Layout, Layout]]) -> None:
+        self.epoch = epoch
+        self.step = step
+        self.changes = changes
+        self.outcome = "committed"
+        self.reason = ""
+        self.digest = ""
+        self.mode = "unchanged"
+        self.units: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, phase: str) -> _Timed:
+        return _Timed(self.seconds, phase)
+
+    def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the ranks gave up. Raises: TransitionFailed if ranks were lost or disagree."""
+        given_up = [answer["aborted"] for answer in answers if "aborted" in answer]
+        if not given_up:
+            return False
+        first = given_up[0]
+        self.outcome = "aborted"
+        self.reason = f"rank {first['rank']} in {first['phase']}: {first['reason']}"
+        lost = sorted({rank for entry in given_up for rank in entry["lost_ranks"]})
+        if lost:
+            raise TransitionFailed(f"rank(s) {lost} are dead or hung; {self.reason}")
+        if len(given_up) != len(answers):
+            raise TransitionFailed(f"only some ranks gave up: {self.reason}")
+        return True
+
+    def prepared(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        self.mode = reports[0]["mode"]
+        self.digest = reports[0]["digest"]
+        for name in reports[0]["units"]:
+            self.units[name] = merge_unit_reports([report["units"][name] for report in reports])
+            self.units[name]["mode"] = self.mode
+        for phase in reports[0]["seconds"]:
+            self.seconds[f"prepare.{phase}"] = max(r["seconds"].get(phase, 0.0) for r in reports)
+
+    def released(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        failed = [answer["failed"] for answer in answers if answer["failed"]]
+        if failed:
+            self.reason = failed[0]
+
+    def record(self) -> TransitionRecord:
+        units = self.units or {
+            name: {"from": str(old), "to": str(new)} for name, (old, new) in self.changes.items()
+        }
+        return TransitionRecord(
+            step=self.step,
+            epoch=self.epoch,
+            time_unix_s=now_s(),
+            outcome=self.outcome,
+            reason=self.reason,
+            units=units,
+            seconds=self.seconds,
+            digest=self.digest,
+        )
+
+    def listed(self) -> str:
+        if not self.changes:
+            return "nothing to change"
+        return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.changes.items())
+
+    def summary(self) -> str:
+        if self.outcome == "aborted":
+            return f"transition aborted, the old layout trains on: {self.reason}"
+        wire = sum(unit.get("bytes_wire", 0) for unit in self.units.values())
+        stalled = sum(self.seconds.get(p, 0.0) for p in ("prepare", "journal", "commit", "release"))
+        note = f"; {self.reason}" if self.reason else ""
+        return (
+            f"epoch {self.epoch} committed: {self.listed()}; {wire / 1e6:.1f} MB between ranks, "
+            f"{stalled:.2f} s{note}"
+        )
+
+
+class _Timed:
+    """Adds the seconds spent inside to `seconds[phase]`."""
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self.seconds = seconds
+        self.phase = phase
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.perf_counter() - self.begin
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + spent
+
+
+def say(text: str) -> None:
+    """One line on the job's console."""
+    print(f"nereus: {text}", file=sys.stdout, flush=True)
+
+
+def _listed(layouts: Mapping[str, Layout]) -> str:
+    return ", ".join(f"{name} {layout}" for name, layout in layouts.items())
+
+
+def _versions() -> dict[str, str]:
+    out = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return out

@@ -1,0 +1,64 @@
+"""Entry point `verl.plugins`: runs in every process that imports verl.
+
+It imports nothing heavy and changes nothing: it waits for verl's trainer to be imported, which only
+the process that drives a job does, and brings in `nereus_verl.trainer` then. verl swallows what a
+plugin raises, so a failure is printed, and makes a job that asks for Nereus fail; a job that does
+not ask for it is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from nereus_cpu.post_import import after_import
+
+TRAINERS = "verl.trainer.ppo.v1"
+
+
+class NereusLoadError(RuntimeError):
+    """A job asks for Nereus (`+nereus=on`), and Nereus could not be loaded."""
+
+
+def register_resolver(omegaconf: ModuleType) -> None:
+    """`${nereus_plugin_is_loaded:x}` -> x; in conf/nereus/on.yaml, to fail where this never ran."""
+    omegaconf.OmegaConf.register_new_resolver(
+        "nereus_plugin_is_loaded", lambda value: value, replace=True
+    )
+
+
+def load_trainer(trainers: ModuleType) -> None:
+    """Called with `verl.trainer.ppo.v1` once verl has imported it."""
+    try:
+        import nereus_verl.trainer  # noqa: F401
+    except Exception as error:
+        print("nereus: could not be loaded into verl's trainer:", file=sys.stderr)
+        traceback.print_exc()
+        _fail_jobs_that_ask(trainers, error)
+
+
+def _fail_jobs_that_ask(trainers: ModuleType, cause: Exception) -> None:
+    from verl.trainer.ppo.v1 import trainer_base
+
+    def failing(base: type) -> type:
+        class FailingTrainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                config = kwargs.get("config", args[0] if args else None) or {}
+                if (config.get("nereus") or {}).get("enable"):
+                    raise NereusLoadError(
+                        f"nereus.enable is true, but Nereus did not load: {cause!r}; repair the "
+                        "installation (pip install 'nereus-plugins[verl]'), or set "
+                        "nereus.enable=false to train with a fixed layout"
+                    ) from cause
+                super().__init__(*args, **kwargs)
+
+        return FailingTrainer
+
+    for mode, trainer in list(trainer_base.TRAINER_REGISTRY.items()):
+        trainer_base.TRAINER_REGISTRY[mode] = failing(trainer)
+
+
+after_import("omegaconf", register_resolver)
+after_import(TRAINERS, load_trainer)

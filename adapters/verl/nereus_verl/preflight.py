@@ -1,0 +1,96 @@
+"""Every check that needs no worker: a job that cannot be adapted ends before it takes a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nereus_plugins.spec import Layout, ModelSpec
+from nereus_verl import capabilities, jobconfig, stamp, verl_private
+from nereus_verl.config import NereusConfig, plan_layouts
+from nereus_verl.jobconfig import UnitConfig, select
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known of a job before it starts.
+
+    config: verl's configuration, resolved, as plain dicts. layouts: by unit, at the start.
+    targets: step -> unit -> layout, for the scheduled steps still to come.
+    """
+
+    nereus: NereusConfig
+    config: Mapping[str, Any]
+    units: Mapping[str, UnitConfig]
+    models: Mapping[str, ModelSpec]
+    layouts: Mapping[str, Layout]
+    targets: Mapping[int, Mapping[str, Layout]]
+    run_dir: Path
+
+
+def run(config: Mapping[str, Any]) -> Preflight:
+    """Check everything that can be checked before workers exist.
+
+    Raises:
+        UnsupportedVerl, Refused: the job uses something that does not survive a transition.
+        SpecError: a setting of `nereus`, or a scheduled plan that this job cannot run.
+        LayoutMismatch: the checkpoint to resume from was saved in another layout.
+    """
+    nereus = NereusConfig.from_dict(config["nereus"])
+    verl_private.check_version()
+    refused = capabilities.refused_by(config)
+    if refused:
+        raise capabilities.Refused(
+            "this job cannot change its layout while it runs (set nereus.enable=false to train "
+            "with a fixed one):\n  - " + "\n  - ".join(refused)
+        )
+    units = jobconfig.units(config)
+    layouts = {name: jobconfig.start_layout(config, unit) for name, unit in units.items()}
+    models = {
+        name: capabilities.check_model(name, _hf_config(config, unit))
+        for name, unit in units.items()
+    }
+    resumed = stamp.resume_folder(config)
+    done = 0
+    if resumed is not None:
+        stamp.check(resumed, layouts, config)
+        done = stamp.step_of(resumed)
+    targets: dict[int, Mapping[str, Layout]] = {}
+    current = dict(layouts)
+    for step, plan in nereus.schedule.items():
+        if step <= done:
+            continue
+        where = f"nereus.schedule.{step}"
+        targets[step] = plan_layouts(
+            plan,
+            units={name: _sharded(config, units[name]) for name in capabilities.changeable(config)},
+            backend=units["actor"].strategy,
+            world_size=jobconfig.world_size(config),
+            where=where,
+        )
+        capabilities.check_targets(config, models, current, targets[step], where)
+        current.update(targets[step])
+    return Preflight(nereus, config, units, models, layouts, targets, _run_dir(nereus, config))
+
+
+def _sharded(config: Mapping[str, Any], unit: UnitConfig) -> bool:
+    return bool(select(config, f"{unit.engine_path}.use_distributed_optimizer", True))
+
+
+def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
+    if nereus.run_dir is not None:
+        return Path.cwd() / nereus.run_dir
+    return Path.cwd() / str(config["trainer"]["default_local_dir"]) / "nereus"
+
+
+def _hf_config(config: Mapping[str, Any], unit: UnitConfig) -> Mapping[str, Any]:
+    from transformers import AutoConfig
+    from verl.utils.fs import copy_to_local
+
+    path = str(select(config, f"{unit.model_path}.path"))
+    trust = bool(select(config, f"{unit.model_path}.trust_remote_code", False))
+    loaded = AutoConfig.from_pretrained(copy_to_local(path), trust_remote_code=trust)
+    fields: Mapping[str, Any] = loaded.to_dict()
+    return fields

@@ -1,0 +1,115 @@
+"""The layout that a checkpoint was saved in, written beside it and checked before it is loaded.
+
+verl's checkpoints can only be loaded in the layout they were saved in, and after a transition that
+is not the one the job's command line says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nereus_plugins.spec import Layout
+from nereus_verl import jobconfig
+
+FILE = "nereus_layout.json"
+SCHEMA_VERSION = 1
+
+
+class LayoutMismatch(RuntimeError):
+    """A checkpoint is to be loaded in another layout than it was saved in."""
+
+
+def write(
+    folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any], epoch: int
+) -> Path:
+    """Stamp the checkpoint in `folder` (verl's global_step_N).
+
+    Args:
+        layouts: by unit, as saved. config: verl's. epoch: of the plan in force.
+    """
+    units = jobconfig.units(config)
+    stamp = {
+        "schema_version": SCHEMA_VERSION,
+        "world_size": jobconfig.world_size(config),
+        "epoch": epoch,
+        "layouts": {name: layout.to_dict() for name, layout in layouts.items()},
+        "settings": {
+            path: value
+            for name, layout in layouts.items()
+            for path, value in jobconfig.layout_settings(units[name], layout).items()
+        },
+    }
+    path = folder / FILE
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    os.replace(scratch, path)
+    return path
+
+
+def check(folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any]) -> None:
+    """Check that the checkpoint in `folder` was saved in `layouts`; without a stamp, it passes.
+
+    Args:
+        layouts: by unit, those the job starts in.
+
+    Raises: LayoutMismatch naming the settings to start with.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return
+    stamp = json.loads(path.read_text(encoding="utf-8"))
+    if stamp.get("schema_version") != SCHEMA_VERSION:
+        raise LayoutMismatch(
+            f"{path}: schema version {stamp.get('schema_version')!r} is not known to this version "
+            f"(it reads {SCHEMA_VERSION})"
+        )
+    world = jobconfig.world_size(config)
+    if stamp["world_size"] != world:
+        raise LayoutMismatch(
+            f"{folder} was saved by {stamp['world_size']} ranks, this job has {world}; set "
+            "trainer.nnodes and trainer.n_gpus_per_node as they were"
+        )
+    saved = {name: Layout.from_dict(fields) for name, fields in stamp["layouts"].items()}
+    differ = [name for name in layouts if name in saved and saved[name] != layouts[name]]
+    # The reference is not in a checkpoint; it may start in any layout.
+    differ = [name for name in differ if name != "ref"]
+    if not differ:
+        return
+    was = ", ".join(f"{name} {saved[name]}" for name in differ)
+    now = ", ".join(f"{name} {layouts[name]}" for name in differ)
+    units = jobconfig.units(config)
+    settings = " ".join(
+        f"{key}={value}"
+        for name in differ
+        for key, value in jobconfig.layout_settings(units[name], saved[name]).items()
+    )
+    raise LayoutMismatch(
+        f"{folder} was saved in another layout than this job starts in: saved {was}; now {now}. "
+        f"Start the job with: {settings}"
+    )
+
+
+def resume_folder(config: Mapping[str, Any]) -> Path | None:
+    """The checkpoint that verl will resume from, by its own rules; None: from scratch."""
+    trainer = config["trainer"]
+    mode = trainer.get("resume_mode", "auto")
+    if mode == "resume_path" and trainer.get("resume_from_path"):
+        return Path.cwd() / str(trainer["resume_from_path"])
+    return latest_checkpoint(config) if mode == "auto" else None
+
+
+def latest_checkpoint(config: Mapping[str, Any]) -> Path | None:
+    """The newest complete checkpoint in trainer.default_local_dir, or None."""
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    latest = find_latest_ckpt_path(str(Path.cwd() / str(config["trainer"]["default_local_dir"])))
+    return None if latest is None else Path(latest)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint folder named global_step_N."""
+    return int(folder.name.rpartition("_")[2])

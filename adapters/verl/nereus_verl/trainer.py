@@ -1,0 +1,166 @@
+"""verl's synchronous PPO trainer with layout changes between iterations.
+
+Takes the place of `PPOTrainerSync` in verl's registry. Without `nereus.enable` it is that trainer
+and nothing else; importing this module is what the plugin does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
+
+from nereus_plugins.spec import Layout
+from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
+from nereus_verl import jobconfig, preflight
+from nereus_verl.job import VerlJob
+
+RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
+
+
+class NereusTrainer(PPOTrainerSync):
+    """`PPOTrainerSync` that runs scheduled transitions and records every step."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._checked = _check(config)
+        self._job: VerlJob | None = None
+        self._transition: TransitionRecord | None = None
+        super().__init__(config)
+
+    def on_init_end(self) -> None:
+        if self._checked is not None:
+            groups = [self.actor_rollout_wg]
+            if self.use_critic:
+                groups.append(self.critic_wg)
+            if self.use_reference_policy:
+                groups.append(self.ref_policy_wg)
+            self._job = VerlJob(self._checked, groups)
+            self._job.start()
+        super().on_init_end()
+
+    def on_step_end(self) -> None:
+        # Updates are done, the checkpoint is saved in the layout it was trained in, and the rollout
+        # sleeps: the boundary. The weights go to the rollout from the new layout.
+        if self._job is not None:
+            self._ran_in = _InForce(self._job)
+            if self.global_steps in self._job.checked.targets:
+                with marked_timer("nereus_transition", self.timing_raw):
+                    self._transition = self._job.at_boundary(self.global_steps)
+                self._follow(self._job)
+        super().on_step_end()
+
+    def _follow(self, job: VerlJob) -> None:
+        """Write the layout in force into the driver's configuration, for later readers."""
+        with open_dict(self.config):
+            for name, unit in job.checked.units.items():
+                for path, value in jobconfig.layout_settings(unit, job.layout(name)).items():
+                    OmegaConf.update(self.config, path, value)
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        if self._job is not None:
+            folder = Path(self.config.trainer.default_local_dir).absolute()
+            self._job.save_stamp(folder / f"global_step_{self.global_steps}")
+
+    def _compute_metrics(
+        self,
+        batch: Any,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
+        global_steps: int,
+        epoch: int,
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        if self._job is None:
+            return
+        transition, self._transition = self._transition, None
+        record = _step_record(
+            self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
+        )
+        self._job.write_step(record)
+        metrics.update(_metrics(record, transition))
+
+
+class _InForce:
+    """The layouts that a step ran in; by the time it is recorded they may have changed."""
+
+    def __init__(self, job: VerlJob) -> None:
+        self.epoch = job.epoch()
+        self.layouts = job.layouts()
+
+
+def _check(config: DictConfig) -> preflight.Preflight | None:
+    """What `nereus` asks for, checked; None if it is off.
+
+    Raises: as `preflight.run`, before a worker exists.
+    """
+    settings = config.get("nereus")
+    if settings is None or not settings.get("enable", False):
+        return None
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return preflight.run(plain)
+
+
+def _step_record(
+    ran_in: _InForce,
+    memory_bytes: Mapping[str, int],
+    batch: Any,
+    metrics: Mapping[str, Any],
+    timing_raw: Mapping[str, float],
+    step: int,
+) -> StepRecord:
+    """The record of a finished step.
+
+    Stage times are verl's own timers: "step" holds all others of the step but "testing".
+    """
+    real = [tag for tag in batch.tags if not tag.get("is_padding", False)]
+    total = sum(int(tag["seq_len"]) for tag in real)
+    response = round(float(metrics["response_length/mean"]) * len(real))
+    return StepRecord(
+        step=step,
+        epoch=ran_in.epoch,
+        time_unix_s=now_s(),
+        step_s=float(timing_raw["step"]),
+        stages_s={name: float(value) for name, value in timing_raw.items()},
+        tokens={"prompt": total - response, "response": response, "total": total},
+        samples=len(real),
+        memory_bytes=memory_bytes,
+        metrics={
+            name: float(value)
+            for name, value in metrics.items()
+            if name.startswith(RECORDED_METRICS) and isinstance(value, (int, float, np.number))
+        },
+        plan=ran_in.layouts,
+    )
+
+
+def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[str, float]:
+    """What verl's own logger gets of this, under `nereus/`."""
+    out: dict[str, float] = {
+        "nereus/epoch": record.epoch,
+        "nereus/host_rss_gib": record.memory_bytes["host_rss"] / 2**30,
+        "nereus/process_groups": record.memory_bytes["process_groups"],
+    }
+    for name, fields in record.plan.items():
+        layout = Layout.from_dict(fields)
+        for field in ("tp", "pp", "dp", "ulysses"):
+            out[f"nereus/{name}/{field}"] = getattr(layout, field)
+    if transition is not None:
+        out["nereus/transition/committed"] = int(transition.outcome == "committed")
+        out["nereus/transition/seconds"] = sum(
+            value for phase, value in transition.seconds.items() if "." not in phase
+        )
+        out["nereus/transition/wire_bytes"] = sum(
+            unit.get("bytes_wire", 0) for unit in transition.units.values()
+        )
+    return out
+
+
+trainer_base.TRAINER_REGISTRY["sync"] = NereusTrainer

@@ -1,0 +1,290 @@
+"""What runs in verl's worker processes: called by the driver through Ray's `handle.__ray_call__`.
+
+Each function takes the colocated worker object of one rank (verl's `WorkerDict`) and returns plain
+data. verl's own worker classes stay as they are; the rank's state hangs on the worker object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from verl.utils.device import get_device_name
+
+from nereus_plugins.emu.described.base import dtype_name
+from nereus_plugins.emu.predicted import predict_unit
+from nereus_plugins.emu.table import ShardTable
+from nereus_plugins.emu.unit import ElasticUnit
+from nereus_plugins.gtg.execute import (
+    RankTransition,
+    ReleaseFailed,
+    TransitionAborted,
+    TransitionOptions,
+)
+from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
+from nereus_plugins.transport.control import Control
+from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
+from nereus_verl import verl_private
+from nereus_verl.groups import align_names, registered_count
+
+STATE = "_nereus_rank"
+
+
+@dataclass
+class Seat:
+    """A place in verl that holds a copy of what one engine's layout implies.
+
+    worker: the role worker. mesh: the name under which it registered its data-parallel rank.
+    """
+
+    worker: Any
+    mesh: str
+
+
+@dataclass
+class RankState:
+    """Nereus's state in one worker process."""
+
+    units: dict[str, ElasticUnit]
+    engines: dict[str, Any]
+    seats: dict[str, list[Seat]]
+    models: dict[str, ModelSpec]
+    options: TransitionOptions
+    transition: RankTransition
+    targets: dict[str, Layout] = field(default_factory=dict)
+
+
+def setup(
+    worker: Any,
+    models: Mapping[str, Mapping[str, Any]],
+    checksum: bool,
+    staging_bytes: int | None,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Find the rank's engines and make them units. Called once, after verl built its models.
+
+    Args:
+        models: by unit, as dicts. checksum, staging_bytes, timeout_s: as in `NereusConfig`.
+
+    Returns: {"rank", "layouts": {unit: layout}, "host"}.
+    """
+    verl_private.check_version()
+    if hasattr(worker, STATE):
+        raise RuntimeError("nereus was already set up in this worker")
+    engines, seats = _find_engines(worker)
+    units = _make_units(engines)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    nccl = dist.get_backend() == "nccl"
+    options = TransitionOptions(
+        staging_bytes=staging_bytes or (NCCL_STAGING_BYTES if nccl else GLOO_STAGING_BYTES),
+        checksum=checksum,
+        timeout_s=timeout_s,
+    )
+    state = RankState(
+        units=units,
+        engines=engines,
+        seats=seats,
+        models={name: ModelSpec.from_dict(models[name]) for name in units},
+        options=options,
+        transition=RankTransition(
+            units,
+            rank=rank,
+            world=world,
+            control=Control(rank, world, timeout_s=timeout_s),
+            options=options,
+        ),
+    )
+    setattr(worker, STATE, state)
+    return {
+        "rank": rank,
+        "layouts": {name: unit.layout().to_dict() for name, unit in units.items()},
+        "host": os.uname().nodename,
+    }
+
+
+def _find_engines(worker: Any) -> tuple[dict[str, Any], dict[str, list[Seat]]]:
+    engines: dict[str, Any] = {}
+    seats: dict[str, list[Seat]] = {}
+    for role in verl_private.roles_of(worker).values():
+        if hasattr(role, "engine"):  # a TrainingWorker by itself: the critic
+            engines["critic"] = role.engine
+            seats["critic"] = [Seat(role, "train")]
+            continue
+        for name in ("actor", "ref"):
+            inner = getattr(role, name, None)
+            if inner is not None:
+                engines[name] = inner.engine
+                seats[name] = [Seat(inner, "train"), Seat(role, name)]
+    order = [name for name in ("actor", "critic", "ref") if name in engines]
+    return {name: engines[name] for name in order}, seats
+
+
+def _make_units(engines: Mapping[str, Any]) -> dict[str, ElasticUnit]:
+    first = next(iter(engines.values()))
+    if first.engine_config.strategy == "megatron":
+        from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
+
+        process = MegatronProcess(first)
+        return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
+    from nereus_verl.fsdp_unit import FsdpUnit
+
+    return {name: FsdpUnit(name, engine) for name, engine in engines.items()}
+
+
+# -- a transition, step by step; the driver calls each on all ranks ----------------------------
+
+
+def prepare(
+    worker: Any,
+    targets: Mapping[str, Mapping[str, Any]],
+    epoch: int,
+    node_of: tuple[int, ...],
+    memory_budget_bytes: int | None,
+) -> dict[str, Any]:
+    """Build, move and verify the target layouts beside the current ones. Collective.
+
+    Args:
+        targets: unit -> layout as a dict.
+        epoch: of the plan, once committed; each attempt has its own.
+        node_of: node of each rank.
+        memory_budget_bytes: for old and new state on one rank; None: no limit.
+
+    Returns: {"report": ...}, or {"aborted": {"phase", "rank", "reason", "lost_ranks"}} with the old
+        layout as it was.
+    """
+    state: RankState = getattr(worker, STATE)
+    align_names(epoch)
+    layouts = {name: Layout.from_dict(fields) for name, fields in targets.items()}
+    transition = state.transition
+    transition.options = dataclasses.replace(
+        state.options, node_of=node_of, memory_budget_bytes=memory_budget_bytes
+    )
+    # Votes of an attempt that broke off in the middle must not be taken for those of the next.
+    transition.control = Control(
+        transition.rank,
+        transition.world,
+        timeout_s=state.options.timeout_s,
+        prefix=f"nereus.{epoch}",
+    )
+    predicted = None
+    if memory_budget_bytes is not None:
+        predicted = {name: _predict(state, name, layout) for name, layout in layouts.items()}
+    try:
+        report = transition.prepare(layouts, epoch, predicted)
+    except TransitionAborted as aborted:
+        return {"aborted": _abort_reason(aborted)}
+    state.targets = {name: layouts[name] for name in report.units}
+    return {"report": report.to_dict()}
+
+
+def _predict(state: RankState, name: str, layout: Layout) -> ShardTable:
+    engine = state.engines[name]
+    megatron = engine.engine_config.strategy == "megatron"
+    if megatron:
+        dtype, device = engine.param_dtype, get_device_name()
+    else:
+        parameter = next(engine.module.parameters())
+        dtype, device = parameter.dtype, parameter.device.type
+    optimizer = None
+    if engine.optimizer is not None:
+        # FSDP2 updates its parameters themselves; Megatron's masters and moments are fp32.
+        kept = "float32" if megatron else dtype_name(dtype)
+        optimizer = OptimizerSpec(master_dtype=kept, moments_dtype=kept)
+    return predict_unit(
+        state.models[name],
+        layout,
+        backend="megatron" if megatron else "fsdp2",
+        optimizer=optimizer,
+        param_dtype=dtype_name(dtype),
+        device=device,
+    )
+
+
+def free_memory(worker: Any) -> int | None:
+    """Device bytes that this rank's units may take: what is free, and what torch holds already.
+
+    None on CPU, where memory is the host's.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return int(free + torch.cuda.memory_reserved())
+
+
+def commit(worker: Any) -> dict[str, Any]:
+    """Switch to the prepared layouts, and let everything verl keeps about them follow.
+
+    Returns: {}, or {"aborted": ...} where a rank failed before any switched.
+    """
+    state: RankState = getattr(worker, STATE)
+    try:
+        state.transition.commit()
+    except TransitionAborted as aborted:
+        state.targets = {}
+        return {"aborted": _abort_reason(aborted)}
+    for name in state.targets:
+        engine = state.engines[name]
+        for seat in state.seats[name]:
+            verl_private.set_dispatch(
+                seat.worker,
+                seat.mesh,
+                engine.get_data_parallel_rank(),
+                engine.is_mp_src_rank_with_outputs(),
+            )
+            if hasattr(seat.worker, "engine_config"):
+                seat.worker.engine_config = engine.engine_config
+    return {}
+
+
+def release(worker: Any) -> dict[str, Any]:
+    """Free the old layouts.
+
+    Returns: {"report": ..., "failed": reason or ""}; after a failure the new layout is current and
+        right, but memory of the old one is still held.
+    """
+    state: RankState = getattr(worker, STATE)
+    state.targets = {}
+    try:
+        report = state.transition.release().to_dict()
+    except ReleaseFailed as error:
+        return {"report": {}, "failed": str(error)}
+    return {"report": report, "failed": ""}
+
+
+def abort(worker: Any) -> None:
+    """Drop what was prepared; the old layouts train on. Collective."""
+    state: RankState = getattr(worker, STATE)
+    state.targets = {}
+    state.transition.abort()
+
+
+def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
+    return {
+        "phase": aborted.phase,
+        "rank": aborted.rank,
+        "reason": aborted.reason,
+        "lost_ranks": list(aborted.lost_ranks),
+    }
+
+
+# -- observation -------------------------------------------------------------------------------
+
+
+def memory(worker: Any) -> dict[str, int]:
+    """This rank's memory in bytes and process groups: allocator peaks since the job's start."""
+    out = {
+        "host_rss": psutil.Process().memory_info().rss,
+        "allocated": 0,
+        "reserved": 0,
+        "process_groups": registered_count(),
+    }
+    if torch.cuda.is_available():
+        out["allocated"] = torch.cuda.max_memory_allocated()
+        out["reserved"] = torch.cuda.max_memory_reserved()
+    return out
