@@ -347,6 +347,8 @@ _LOGIT_BYTES = {
     "fused": (6, 6),
     "vocab_parallel": (14, 12),
     "chunked": (100, 200),
+    "rl": (8, 8),
+    "rl_entropy": (24, 24),
 }
 
 

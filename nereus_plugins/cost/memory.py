@@ -110,10 +110,22 @@ def _kept_bytes(case: Case, tokens: float, *, moe: bool) -> tuple[float, str]:
 # (Megatron's jitted loss): bf16 logits, fp32 softmax, its gradient cast to bf16. vocab_parallel
 # (Megatron's plain loss): bf16 logits, fp32 softmax overwritten by its gradient. chunked: fp32 and
 # bf16 logits of a chunk.
-_LOGIT_PEAK = {"eager": 16.0, "copied": 18.0, "fused": 8.0, "vocab_parallel": 6.0, "chunked": 6.0}
+# rl: bf16 logits, their gradient, and the fp32 log-sum-exp pass; rl_entropy: fp32 probabilities and
+# their product with the logits beside (verl computes both on the whole micro-batch).
+_LOGIT_PEAK = {
+    "eager": 16.0,
+    "copied": 18.0,
+    "fused": 8.0,
+    "vocab_parallel": 6.0,
+    "chunked": 6.0,
+    "rl": 8.0,
+    "rl_entropy": 14.0,
+}
 # DTensor's loss parallelism makes the shifted logits and their exponentials apart.
 _LOSS_PARALLEL = 6.0
 CHUNK_TOKENS = 2048
+# DeepSpeed's default reduce_bucket_size and allgather_bucket_size, elements each.
+DEEPSPEED_BUCKET_ELEMENTS = 5e8
 
 
 def _logit_bytes(case: Case) -> float:
@@ -207,7 +219,8 @@ def state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
             state = soft.master_bytes + soft.moment_bytes
             own = trained_shard if lay.sharding != "none" else trained
             out["optimizer"] = (own * state, f"{own:.3g} * {state:g} bytes (master, moments)")
-    if case.knobs.offload_optimizer and "optimizer" in out:
+    # DeepSpeed's Adam runs on the CPU; verl brings the state back for the update.
+    if case.knobs.offload_optimizer and "optimizer" in out and soft.backend == "deepspeed":
         out["optimizer"] = (0.0, "in host memory")
     return out
 
@@ -255,6 +268,9 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
         )
         gathered = (2 * one_layer + root) * soft.param_bytes
         gathered_formula = "two gathered layers, embedding and output layer"
+    if soft.backend == "deepspeed" and case.trains:
+        gathered += DEEPSPEED_BUCKET_ELEMENTS * (soft.param_bytes + soft.grad_bytes)
+        gathered_formula = (gathered_formula + ", " if gathered_formula else "") + "buckets"
     logits = _logit_bytes(case) if last else 0.0
     if last and soft.backend == "fsdp" and lay.pp > 1 and case.trains:
         # torch.distributed.pipelining returns the outputs of all micro-batches.

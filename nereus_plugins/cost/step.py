@@ -126,6 +126,8 @@ def _unshard(case: Case) -> tuple[float, str]:
         return 0.0, ""
     group, soft, shape = case.group("shard"), case.software, case.shape
     gathers = lay.sharding in ("zero3", "fsdp", "hsdp")
+    # FSDP's SHARD_GRAD_OP gathers in forward and keeps; DeepSpeed's ZeRO-2 once after the update.
+    once = lay.sharding == "zero2" and soft.backend == "fsdp"
     dense, sparse = case.stage_layers()[0]
     total = 0.0
     for moe, count in ((False, dense), (True, sparse)):
@@ -138,7 +140,7 @@ def _unshard(case: Case) -> tuple[float, str]:
         time = layer(case, moe=moe)
         gather = (
             collective_s(case.gpu, case.network, "all_gather", group, params * soft.param_bytes)
-            if gathers
+            if gathers or once
             else 0.0
         )
         reduce = 0.0
@@ -157,7 +159,8 @@ def _unshard(case: Case) -> tuple[float, str]:
         ways = [(gather, time.forward.total)]
         if case.trains:
             # FSDP copies into and out of flat buffers around each collective.
-            ways.append((gather + reduce, time.backward.total + time.recompute.total))
+            again = 0.0 if once else gather
+            ways.append((again + reduce, time.backward.total + time.recompute.total))
         for wire, busy in ways:
             hidden = min(wire, busy)
             total += count * (max(0.0, wire - busy) + CONTENTION * hidden)
@@ -184,6 +187,10 @@ CONTENTION = 0.5
 def _data_parallel(case: Case, backward_s: float, forward_s: float) -> tuple[float, float, str]:
     """Exposed gradient reduction and parameter gather of Megatron's data parallelism, once a step."""
     lay, soft = case.layout, case.software
+    if lay.sharding == "zero2" and soft.backend == "deepspeed" and case.trains:
+        whole = sum(stage_params(case, 0)) * soft.param_bytes
+        gather = collective_s(case.gpu, case.network, "all_gather", case.group("shard"), whole)
+        return 0.0, gather, "parameters gathered after the update"
     if lay.sharding not in ("none", "zero1") or not case.trains:
         return 0.0, 0.0, ""
     worst = max(range(lay.pp), key=lambda s: sum(stage_params(case, s)))
@@ -215,6 +222,11 @@ def _data_parallel(case: Case, backward_s: float, forward_s: float) -> tuple[flo
     return reduce, gather, formula
 
 
+# Host-memory bandwidth of one rank's share of the CPU (a socket of 200 to 300 GB/s for four ranks,
+# half of it reached).
+HOST_MEMORY_BYTES_S = 25e9
+
+
 def _optimizer(case: Case) -> tuple[float, str]:
     """Adam on this rank's part: read and write master and moments, read gradient, write parameter.
 
@@ -235,8 +247,10 @@ def _optimizer(case: Case) -> tuple[float, str]:
         nbytes = own * (state + 2 * soft.grad_bytes + soft.param_bytes)
         nbytes += (full if lay.sharding in ("none", "zero1") else own) * soft.grad_bytes
         seconds = nbytes / (case.gpu.hbm_bytes_s * HBM_EFFICIENCY)
-        if case.knobs.offload_optimizer:
-            seconds += own * 2 * (soft.master_bytes + soft.moment_bytes) / case.gpu.host_bytes_s
+        if case.knobs.offload_optimizer and soft.backend == "deepspeed":
+            # DeepSpeedCPUAdam: gradient down, parameter up, state streamed through host memory.
+            seconds += own * (soft.grad_bytes + soft.param_bytes) / case.gpu.host_bytes_s
+            seconds += own * state / HOST_MEMORY_BYTES_S
         worst = max(worst, seconds)
     return worst, "read and write master and moments, gradient norm, zero gradients / HBM bandwidth"
 
