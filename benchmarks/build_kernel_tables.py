@@ -49,19 +49,19 @@ def repair_gemm(axes: list[np.ndarray], seconds: np.ndarray) -> tuple[np.ndarray
     m, n, k = np.meshgrid(*axes, indexing="ij")
     log_rate = np.log(m * n * k / seconds)
     out, repaired = seconds.copy(), 0
-    for i, j, l in np.argwhere(~np.isnan(seconds)):
+    for i, j, o in np.argwhere(~np.isnan(seconds)):
         if axes[0][i] < 128:
             continue
         near = []
         for d in range(3):
             for step in (-1, 1):
-                at = [i, j, l]
+                at = [i, j, o]
                 at[d] += step
                 if 0 <= at[d] < seconds.shape[d] and not np.isnan(log_rate[tuple(at)]):
                     near.append(log_rate[tuple(at)])
         middle = float(np.median(near))
-        if log_rate[i, j, l] < middle - np.log(1.6):
-            out[i, j, l] = m[i, j, l] * n[i, j, l] * k[i, j, l] / np.exp(middle)
+        if log_rate[i, j, o] < middle - np.log(1.6):
+            out[i, j, o] = m[i, j, o] * n[i, j, o] * k[i, j, o] / np.exp(middle)
             repaired += 1
     return out, repaired
 

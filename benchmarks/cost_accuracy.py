@@ -5,10 +5,10 @@
     python benchmarks/cost_accuracy.py --page docs/cost-accuracy.md
     python benchmarks/cost_accuracy.py --json           # the last line is one JSON object
 
-Each row is predicted from the columns a planner would know (`cost_tables.TABLES`). Rows that differ
-only in what was measured are merged; their spread is the noise floor. The baseline beside each table
-is the best that one constant can do: model FLOPs over (MFU * peak), the MFU fitted, on the very rows
-it is judged on, for each GPU and recompute mode.
+Each row is predicted from the columns a planner would know (`cost_tables.TABLES`). Rows that
+differ only in what was measured are merged; their spread is the noise floor. The baseline beside
+each table is the best that one constant can do: model FLOPs over (MFU * peak), the MFU fitted, on
+the very rows it is judged on, for each GPU and recompute mode.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 import cost_tables
 from cost_tables import Answers, Inputs, Modelled, NotModelled, Table
 
+from nereus_plugins.cost import stacks
+from nereus_plugins.cost.estimate import estimate
 from nereus_plugins.cost.memory import memory
 from nereus_plugins.cost.step import step
 
@@ -126,7 +128,10 @@ def _take(
     case = modelled.case
     label = f"{modelled.model} {modelled.gpus}x{case.gpu.name} {case.layout} {case.software.name}"
     row = Row(table.file, table.source, modelled, label, [answers])
-    row.step_s = step(case).seconds
+    if modelled.whole_job is not None:
+        row.step_s = estimate(*modelled.whole_job, stacks.NEMO_RL).iteration_s
+    else:
+        row.step_s = step(case).seconds
     peak = memory(case, modelled.stage)
     row.allocated_bytes, row.reserved_bytes = peak.allocated_bytes, peak.reserved_bytes
     row.moment = peak.moment
@@ -206,7 +211,8 @@ def ranking(rows: list[Row]) -> dict[str, Any]:
         agree = total = 0
         for a, b in combinations(members, 2):
             x, y = a.answer("step_s"), b.answer("step_s")
-            assert x is not None and y is not None
+            assert x is not None
+            assert y is not None
             if x == y:
                 continue
             total += 1
@@ -269,9 +275,9 @@ def page(rows: list[Row], out: dict[str, Any]) -> str:
     lines = [
         "# Accuracy of the cost model",
         "",
-        "Written by `python benchmarks/cost_accuracy.py --page docs/cost-accuracy.md`; nothing here "
-        "is typed by hand. Absolute relative errors. Simulated against published measurements; "
-        "nothing was run on a GPU for this page.",
+        "Written by `python benchmarks/cost_accuracy.py --page docs/cost-accuracy.md`; nothing "
+        "here is typed by hand. Absolute relative errors. Simulated against published "
+        "measurements; nothing was run on a GPU for this page.",
         "",
         "| rows | step time | | | allocated | | | reserved | | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -288,11 +294,11 @@ def page(rows: list[Row], out: dict[str, Any]) -> str:
         "",
         "## By table",
         "",
-        "One constant: an MFU for each GPU and recompute mode, fitted to the very rows it is judged "
-        "on.",
+        "One constant: an MFU for each GPU and recompute mode, fitted to the very rows it is "
+        "judged on.",
         "",
-        "| table | rows | distinct | step time median | p90 | one constant median | p90 | noise median "
-        "| p90 |",
+        "| table | rows | distinct | step time median | p90 | one constant median | p90 | "
+        "noise median | p90 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, table in out["tables"].items():

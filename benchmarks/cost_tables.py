@@ -16,11 +16,24 @@ from pathlib import Path
 
 from nereus_plugins.cost import stacks
 from nereus_plugins.cost.case import Batch, Case
+from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.hardware import GPU, Network, find_gpu
+from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.models import find_model, mpt
 from nereus_plugins.cost.shape import MLA, Shape
-from nereus_plugins.cost.software import Software
-from nereus_plugins.spec import Knobs, Layout, ModelSpec, MoESpec, SpecError
+from nereus_plugins.spec import (
+    Assignment,
+    ClusterSpec,
+    GlobalPlan,
+    Knobs,
+    Layout,
+    LengthDistribution,
+    ModelSpec,
+    ModelStage,
+    MoESpec,
+    SpecError,
+    WorkloadSpec,
+)
 
 
 class NotModelled(Exception):
@@ -68,6 +81,8 @@ class Modelled:
         model: name, for groups.
         recompute: for the one-constant baseline.
         stage: the pipeline stage whose memory was measured; None for the fullest.
+        whole_job: for rows that are an iteration of a job: what `estimate` takes; the case is its
+            training.
         calibration: the one row of its hardware and software stack that a constant came from.
     """
 
@@ -78,6 +93,7 @@ class Modelled:
     recompute: str
     calibration: bool = False
     stage: int | None = None
+    whole_job: tuple[JobSpec, GlobalPlan, ClusterSpec, WorkloadSpec] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +191,7 @@ def _torchtitan(row: Inputs) -> Modelled:
         # torchtitan's default: one sequence a micro-batch; interleaved: two chunks a rank.
         micro_batches, sequences = local, 1
         vpp = 2 if "interleaved" in techniques.lower() else 1
-    layout = Layout(
-        tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, sequence_parallel=tp > 1, sharding="fsdp"
-    )
+    layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, sequence_parallel=tp > 1, sharding="fsdp")
     gpu = _gpu("h100_96gb" if "96" in row["gpu"] else row["gpu"])
     case = Case(
         shape, layout, Batch.uniform(micro_batches, sequences, seq), gpu, Network(8, 50e9),
@@ -256,8 +270,9 @@ def _simumax(row: Inputs) -> Modelled:
         match = re.search(pattern, text)
         return int(match[1]) if match else default
 
-    known = re.match(r"(llama3_(?:8b|70b|405b)|llama2_\w+?b|mixtral_8x7b|deepseek_?v[23]|qwen\w+?b)_",
-                     text)
+    known = re.match(
+        r"(llama3_(?:8b|70b|405b)|llama2_\w+?b|mixtral_8x7b|deepseek_?v[23]|qwen\w+?b)_", text
+    )
     if known is None:
         raise NotModelled(f"model of case {text}")
     shape = _model(known[1].replace("_", "-").replace("deepseek-v", "deepseekv"))
@@ -283,9 +298,7 @@ def _simumax(row: Inputs) -> Modelled:
     gpus = layout.world_size
     name = shape.model.name
     calibration = re.search(r"_tp2_pp1_dp4_l12_mbc8_cef$", text) is not None
-    return Modelled(
-        case, gpus, count * micro * seq * dp, name, recompute, calibration=calibration
-    )
+    return Modelled(case, gpus, count * micro * seq * dp, name, recompute, calibration=calibration)
 
 
 def _simumax_answers(row: Mapping[str, str], m: Modelled) -> Answers:
@@ -323,8 +336,20 @@ def _bridge(row: Inputs) -> Modelled:
     lora = 16 if "LoRA" in row["section"] else 0
     software = stacks.megatron_bridge(fp8=precision.startswith("FP8"), lora_rank=lora)
     system = row["System"].upper()
-    gpu = next((g for k, g in (("GB200", "gb200"), ("B200", "b200"), ("H100", "h100"),
-                               ("H200", "h200"), ("A100", "a100")) if k in system), None)
+    gpu = next(
+        (
+            g
+            for k, g in (
+                ("GB200", "gb200"),
+                ("B200", "b200"),
+                ("H100", "h100"),
+                ("H200", "h200"),
+                ("A100", "a100"),
+            )
+            if k in system
+        ),
+        None,
+    )
     if gpu is None:
         raise NotModelled(f"system {row['System']}")
     count = max(1, gbs // (dp * micro))
@@ -356,8 +381,10 @@ def _golden(row: Inputs) -> Modelled:
         raise NotModelled("multi-token prediction with an unstated layout")
     hidden, layers = row.integer("hidden-size"), row.integer("num-layers")
     heads = row.integer("num-attention-heads")
-    tp, pp = row.integer("tensor-model-parallel-size", 1), row.integer(
-        "pipeline-model-parallel-size", 1)
+    tp, pp = (
+        row.integer("tensor-model-parallel-size", 1),
+        row.integer("pipeline-model-parallel-size", 1),
+    )
     cp, ep = row.integer("context-parallel-size", 1), row.integer("expert-model-parallel-size", 1)
     etp = row.integer("expert-tensor-parallel-size", tp if row["num-experts"] else 1)
     gpu = _gpu(row["gpu"]) if row["gpu"] else None
@@ -377,7 +404,9 @@ def _golden(row: Inputs) -> Modelled:
     sequence_parallel = row.true("sequence-parallel") and tp > 1
     seq = row.integer("seq-length")
     gated = row.true("swiglu")
-    ffn = row.integer("ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
+    ffn = row.integer(
+        "ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
+    )
     head_dim = row.integer("kv-channels", hidden // heads)
     kv = row.integer("num-query-groups", heads) if row.true("group-query-attention") else heads
     tokenizer = row["tokenizer-type"]
@@ -449,6 +478,74 @@ def _golden_answers(row: Mapping[str, str], m: Modelled) -> Answers:
     )
 
 
+# --- NeMo-RL -------------------------------------------------------------------------------------
+
+# Not in the table: prompts (OpenMathInstruct-2 problems) are short; responses spread as a lognormal
+# cut at the longest sequence. Both are assumptions of this adapter.
+_NEMO_PROMPT_TOKENS, _NEMO_SIGMA = 128, 0.6
+
+
+def _with_mean(mean: float, longest: int) -> LengthDistribution:
+    """The lognormal of sigma 0.6, cut at `longest`, whose mean is this."""
+    low, high = 1.0, 20.0 * longest
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        made = LengthDistribution.lognormal(middle, _NEMO_SIGMA, max_tokens=longest)
+        low, high = (middle, high) if made.mean_tokens() < mean else (low, middle)
+    return LengthDistribution.lognormal(low, _NEMO_SIGMA, max_tokens=longest)
+
+
+def _nemo_rl(row: Inputs) -> Modelled:
+    if row["policy"] != "On policy":
+        raise NotModelled(
+            "asynchronous: how GPUs are split between rollout and training is not in the table"
+        )
+    shape = _model(row["model"])
+    if shape.mla is not None:
+        raise NotModelled("whole jobs with multi-latent attention")
+    gpu = "gb200" if "GB200" in row["system"].upper() else "h100"
+    gpus, longest = row.integer("gpus"), row.integer("train_max_seq")
+    tp, pp, cp = row.integer("train_tp", 1), row.integer("train_pp", 1), row.integer("train_cp", 1)
+    ep, vpp = row.integer("train_ep", 1), row.integer("train_vpp", 1)
+    layout = Layout(
+        tp=tp, pp=pp, dp=gpus // (tp * pp * cp), cp=cp, ep=ep if shape.moe else 1, vpp=vpp,
+        sequence_parallel=tp > 1, sharding="zero1",
+    )  # fmt: skip
+    gen_tp = row.integer("gen_tp", 1)
+    job = JobSpec(
+        shape.model, backend="megatron", attention="cudnn", entropy=False,
+        fp8=row["precision"] == "FP8",
+    )  # fmt: skip
+    knobs = Knobs(token_budget_tokens=longest, recompute="full")
+    plan = GlobalPlan({
+        ModelStage.ACTOR_GENERATE: Assignment(
+            Layout(tp=gen_tp, dp=gpus // gen_tp), Knobs(rollout_memory_fraction=0.6)),
+        ModelStage.REF_LOGPROB: Assignment(layout, Knobs(token_budget_tokens=longest)),
+        ModelStage.ACTOR_TRAIN: Assignment(layout, knobs),
+    })  # fmt: skip
+    sequences, update = row.integer("gen_gbs"), row.integer("train_gbs")
+    mean = row.integer("gen_avg_seq")
+    workload = WorkloadSpec(
+        sequences, LengthDistribution.fixed(_NEMO_PROMPT_TOKENS),
+        _with_mean(mean - _NEMO_PROMPT_TOKENS, longest - _NEMO_PROMPT_TOKENS), 1, update,
+    )  # fmt: skip
+    tokens = float(sequences * mean)
+    case = Case(
+        shape, layout, Batch.uniform(1, 1, mean), find_gpu(gpu), Network(8, 50e9),
+        job.software(ModelStage.ACTOR_TRAIN), knobs,
+    )  # fmt: skip
+    cluster = cluster_of(gpu, gpus, 8)
+    calibration = row["precision"] == "BF16" and gpus == 32 and mean == 3251
+    return Modelled(
+        case, gpus, tokens, shape.model.name, "full", calibration=calibration,
+        whole_job=(job, plan, cluster, workload),
+    )  # fmt: skip
+
+
+def _nemo_rl_answers(row: Mapping[str, str], m: Modelled) -> Answers:
+    return Answers(step_s=number(row.get("step_time_s")))
+
+
 # --- tables whose rows are stages of an RL step --------------------------------------------------
 
 
@@ -478,16 +575,20 @@ def _model(name: str) -> Shape:
         raise NotModelled(f"model {name} is not known") from None
 
 
-_GOLDEN_COLUMNS = """model_family test_case gpu nodes gpus_per_node world_size dup_iter_series
-tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage
-num-virtual-stages-per-pipeline-rank context-parallel-size expert-model-parallel-size
-expert-tensor-parallel-size num-experts moe-router-topk moe-ffn-hidden-size micro-batch-size
-global-batch-size num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups
-kv-channels seq-length vocab-size make-vocab-size-divisible-by sequence-parallel
-use-distributed-optimizer overlap-grad-reduce overlap-param-gather recompute-granularity
-recompute-modules fp8-format transformer-impl use-custom-fsdp use-megatron-fsdp swiglu
-untie-embeddings-and-output-weights multi-latent-attention attention-backend mtp-num-layers
-tokenizer-type group-query-attention""".split()
+_GOLDEN_COLUMNS = [
+    "model_family", "test_case", "gpu", "nodes", "gpus_per_node", "world_size", "dup_iter_series",
+    "tensor-model-parallel-size", "pipeline-model-parallel-size",
+    "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
+    "context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size",
+    "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "micro-batch-size",
+    "global-batch-size", "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads",
+    "num-query-groups", "kv-channels", "seq-length", "vocab-size", "make-vocab-size-divisible-by",
+    "sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce",
+    "overlap-param-gather", "recompute-granularity", "recompute-modules", "fp8-format",
+    "transformer-impl", "use-custom-fsdp", "use-megatron-fsdp", "swiglu",
+    "untie-embeddings-and-output-weights", "multi-latent-attention", "attention-backend",
+    "mtp-num-layers", "tokenizer-type", "group-query-attention",
+]  # fmt: skip
 
 TABLES = (
     Table(
@@ -526,14 +627,23 @@ TABLES = (
         _bridge_answers,
     ),
     Table(
+        "nemo_rl_step_times.csv",
+        "nemo_rl",
+        frozenset(["model", "system", "precision", "policy", "train_max_seq", "gen_avg_seq", "gpus",
+                   "gen_gbs", "train_gbs", "gen_tp", "train_tp", "train_cp", "train_ep", "train_pp",
+                   "train_vpp"]),
+        _nemo_rl,
+        _nemo_rl_answers,
+    ),
+    Table(
         "megatron_lm_golden_values.csv",
         "megatron_lm",
         frozenset(_GOLDEN_COLUMNS),
         _golden,
         _golden_answers,
     ),
-    Table("verl_docs_stage_times.csv", "verl", frozenset(["model", "gpu"]), _verl_stages, _no_answers),
-    Table("verl_docs_weight_sync.csv", "verl", frozenset(["model", "gpu"]), _verl_sync, _no_answers),
+    Table("verl_docs_stage_times.csv", "verl", frozenset(["model"]), _verl_stages, _no_answers),
+    Table("verl_docs_weight_sync.csv", "verl", frozenset(["model"]), _verl_sync, _no_answers),
 )  # fmt: skip
 
 

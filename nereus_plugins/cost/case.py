@@ -104,7 +104,8 @@ class Case:
             counts = [each] * inner
             for i in sorted(range(inner), key=lambda i: abs(2 * i - inner + 1))[:more]:
                 counts[i] += 1
-            counts = [first] * (first is not None) + counts + [last] * (last is not None)
+            counts = ([] if first is None else [first]) + counts
+            counts += [] if last is None else [last]
         dense_left, out = self.shape.num_dense_layers, []
         for count in counts:
             dense = min(dense_left, count)

@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    files = p.add_argument_group("from files (YAML or JSON), each in place of the options it covers")
+    files = p.add_argument_group(
+        "from files (YAML or JSON), each in place of the options it covers"
+    )
     for name, what in (
         ("job", "models, algorithm, backend"),
         ("plan", "layout, knobs and devices of each model-stage"),
@@ -159,12 +161,12 @@ def plan_from(args: argparse.Namespace, job: JobSpec, cluster: ClusterSpec) -> G
     split = args.tp * args.pp * args.cp * args.ulysses
     if world % split:
         raise SpecError(
-            f"tp*pp*cp*ulysses = {split} does not divide gpus = {world}: change --tp, --pp, --cp or "
-            "--ulysses"
+            f"tp*pp*cp*ulysses = {split} does not divide gpus = {world}: change --tp, --pp, --cp "
+            "or --ulysses"
         )
-    sharding = args.sharding or {"megatron": "zero1", "fsdp": "fsdp", "deepspeed": "zero2"}[
-        job.backend
-    ]
+    sharding = (
+        args.sharding or {"megatron": "zero1", "fsdp": "fsdp", "deepspeed": "zero2"}[job.backend]
+    )
     layout = Layout(
         tp=args.tp,
         pp=args.pp,

@@ -1,4 +1,4 @@
-"""Seconds of collectives: measured tables inside a node, bandwidth over the network between nodes."""
+"""Seconds of collectives: measured tables inside a node, network bandwidth between nodes."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ ADAPTER_BYTES = {"eager": 16.0, "compiled": 8.0, "fused": 5.0}
 
 
 def _adapter_bytes(case: Case, count: float) -> float:
-    """Bytes an adapter moves per input and output element; those of experts run grouped, in bf16."""
+    """Bytes an adapter moves per input and output element; experts' run grouped, in bf16."""
     return ADAPTER_BYTES["fused" if count > 1 else case.software.elementwise]
 
 
 def _linear(case: Case, m: float, gemms: list[tuple[int, int]], count: float = 1.0) -> Seconds:
-    """Forward products of `count` copies of these weights on m tokens each, and low-rank adapters."""
+    """Forward products of `count` copies of these weights on m tokens each, and adapters."""
     out = Seconds(gemm=count * sum(_mul_s(case, m, n, k) for n, k in gemms))
     rank = case.software.lora_rank
     for n, k in gemms if rank else []:
@@ -118,7 +118,7 @@ _PLAIN = {"fused": (4, 6), "compiled": (4, 6), "eager": (4, 6)}
 
 
 def _elementwise(case: Case, tokens: float, ffn_width: float) -> tuple[float, float]:
-    """Bytes that a layer's norms, residuals, rotary embedding and activation move: forward, backward.
+    """Bytes that norms, residuals, rotary embedding and activation move: forward, backward.
 
     `ffn_width` is the width of the activation on this rank, in elements of all tokens over tokens.
     """
@@ -174,7 +174,7 @@ def _attention(case: Case, backward: bool) -> Seconds:
 
 
 def _unfused_attention_s(case: Case, backward: bool) -> float:
-    """Scores written out: all of seq^2 multiplied (no causal saving), softmax and dropout streamed."""
+    """Scores written out: all of seq^2 multiplied (nothing saved), softmax, dropout streamed."""
     area = case.batch.tokens * case.batch.attended * case.heads_per_rank / case.layout.cp
     flops = 4.0 * area * case.shape.head_dim * (2.0 if backward else 1.0)
     moved = area * (28.0 if backward else 18.0)
@@ -197,6 +197,11 @@ def _tensor_parallel_s(case: Case, tokens: float, collectives: int) -> float:
     else:
         one = collective_s(case.gpu, case.network, "all_reduce", group, nbytes)
     return collectives * one
+
+
+# Part of tensor-parallel communication that pipelining it with GEMMs leaves exposed, or loses in
+# the GEMMs: chunks are smaller products and share multiprocessors. Assumed.
+ASYNC_TP_EXPOSED = 0.4
 
 
 def layer(case: Case, *, moe: bool) -> LayerSeconds:
@@ -228,8 +233,8 @@ def _layer(case: Case, moe: bool) -> LayerSeconds:
     backward.elementwise += _stream_s(case, bwd_bytes)
     tp = _tensor_parallel_s(case, tokens, ways)
     if case.software.async_tp:
-        # Pipelined with the GEMMs: hidden but for the first and last of tp chunks.
-        tp = max(tp / lay.tp, tp - 0.8 * forward.gemm)
+        # Pipelined with the GEMMs around them in tp chunks. What is hidden still slows the GEMMs.
+        tp = max(ASYNC_TP_EXPOSED * tp, tp - 0.8 * forward.gemm)
     forward.tp += tp
     # Backward repeats the collectives mirrored; the extra all-gather of inputs for the weight
     # gradient overlaps with the input gradient's GEMM.
@@ -262,8 +267,9 @@ def _layer(case: Case, moe: bool) -> LayerSeconds:
 # share the GPU unevenly, and the slowest rank of a balanced router has some tokens more.
 EXPERT_SLOWDOWN = 1.3
 
-# Bytes moved per element of the copies of tokens that go to experts. fused: permute before and after
-# dispatch and weighted sum, bf16 read and write each. eager: gather, scale in fp32, scatter-add.
+# Bytes moved per element of the copies of tokens that go to experts. fused: permute before and
+# after dispatch and weighted sum, bf16 read and write each. eager: gather, scale in fp32,
+# scatter-add.
 _ROUTED_BYTES = {"fused": (12, 16), "compiled": (20, 28), "eager": (30, 40)}
 
 
@@ -283,7 +289,8 @@ def _experts(case: Case, tokens: float) -> tuple[Seconds, Seconds, float]:
     assert moe is not None
     h, topk = shape.model.hidden_size, moe.experts_per_token
     own = tokens / lay.tp
-    routed = own * topk  # token copies that this rank sends, and on average receives
+    # Token copies that this rank sends; the busiest rank, for which all wait, receives more.
+    routed = own * topk * (case.software.expert_imbalance if lay.ep > 1 else 1.0)
     local = moe.num_experts / lay.ep
     # etp ranks see each other's tokens.
     each = routed * lay.etp / local
@@ -336,6 +343,7 @@ def _dispatch_s(case: Case, nbytes: float) -> float:
     return max(inside, collective_s(case.gpu, case.network, "alltoall", group, sent))
 
 
+# inplace: flash-attn's cross-entropy, gradients written over the logits.
 # Bytes moved per logit, forward and backward together, beyond the product itself.
 # eager: cast to fp32 (6), log-softmax (8), gather, its gradient (12), cast back (6).
 # compiled: two passes forward, one read and one write back. fused: one read, one in-place write.
@@ -346,6 +354,7 @@ _LOGIT_BYTES = {
     "copied": (18, 22),
     "fused": (6, 6),
     "vocab_parallel": (14, 12),
+    "inplace": (4, 4),
     "chunked": (100, 200),
     "rl": (8, 8),
     "rl_entropy": (24, 24),
@@ -365,9 +374,7 @@ def head(case: Case) -> LayerSeconds:
     forward = Seconds(gemm=product, elementwise=_stream_s(case, fwd * tokens * vocab))
     input_gradient = _mul_s(case, tokens, m.hidden_size, vocab, low=False)
     weight_gradient = (
-        0.0
-        if case.software.lora_rank
-        else _mul_s(case, vocab, m.hidden_size, tokens, low=False)
+        0.0 if case.software.lora_rank else _mul_s(case, vocab, m.hidden_size, tokens, low=False)
     )
     backward = Seconds(
         gemm=input_gradient + weight_gradient,

@@ -1,9 +1,10 @@
 """`estimate(job, plan, cluster, workload)`: seconds and bytes of one iteration under a global plan.
 
-Each model-stage is estimated by itself (`step`, `memory`, `rollout`), then the iteration is laid out
-on the devices: stages that share devices run one after the other, in the order of the algorithm;
-stages on other devices run as soon as what they need is there. On every device the peak over the
-iteration is what rests there (units that are not offloaded) and what the running stage adds.
+Each model-stage is estimated by itself (`step`, `memory`, `rollout`), then the iteration is laid
+out on the devices: stages that share devices run one after the other, in the order of the
+algorithm; stages on other devices run as soon as what they need is there. On every device the peak
+over the iteration is what rests there (units that are not offloaded) and what the running stage
+adds.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ _NEEDS: dict[ModelStage, tuple[ModelStage, ...]] = {
     S.ACTOR_TRAIN: (S.CRITIC_VALUES, S.REF_LOGPROB, S.REWARD_SCORE),
 }
 
-# Weights broadcast from trainer to a separate engine over NCCL, bucket by bucket: 2.6 to 5.0 GB/s in
-# verl's own table for 7B, 32B and 72B (docs/advance/delta_weight_sync.md @ 1dda039, "nccl full
+# Weights broadcast from trainer to a separate engine over NCCL, bucket by bucket: 2.6 to 5.0 GB/s
+# in verl's own table for 7B, 32B and 72B (docs/advance/delta_weight_sync.md @ 1dda039, "nccl full
 # broadcast" on H100); software, not links, sets it.
 BROADCAST_BYTES_S = 3.6e9
 # Handing gathered weights to an engine in the same process: copies on the device.
 HANDOVER_BYTES_S = 50e9
+# Each tensor is named, gathered, converted and loaded on its own. Experts make many: in the same
+# table Qwen3-30B-A3B (18,400 expert tensors) takes 32 s where dense Qwen2.5-32B takes 18 s, and
+# docs/advance/fully_async.md has 15.8 s for it on 16 + 16 GPUs.
+TENSOR_S = 0.7e-3
 
 
 class Calibration(Protocol):
@@ -371,7 +376,11 @@ def _offload_parts(case: Case) -> list[Part]:
     if knobs.offload_optimizer and case.trains and case.software.backend != "deepspeed":
         moved = 2.0 * state["optimizer"][0]
         parts.append(
-            Part("load_optimizer", moved / case.gpu.host_bytes_s, "optimizer state over PCIe, both ways")
+            Part(
+                "load_optimizer",
+                moved / case.gpu.host_bytes_s,
+                "optimizer state over PCIe, both ways",
+            )
         )
     return parts
 
@@ -475,13 +484,23 @@ def _weight_sync(context: _Context) -> tuple[float, str]:
     engine = context.plan.assignments[S.ACTOR_GENERATE]
     shape = context.shape(S.ACTOR_TRAIN)
     nbytes = 2.0 * shape.num_parameters()
+    tensors = 9.0 * shape.model.num_layers
+    if shape.moe is not None:
+        tensors += 3.0 * shape.num_moe_layers * shape.moe.num_experts
+    each = TENSOR_S * tensors
     if set(train.devices) & set(engine.devices):
-        group = Group.of(train.layout.world_size, 1, context.network.gpus_per_node)
-        gather = collective_s(context.gpu, context.network, "all_gather", group, nbytes)
-        if engine.layout == train.layout:
-            gather = 0.0
-        return gather + nbytes / HANDOVER_BYTES_S, "gather over training ranks, copy into the engine"
-    return nbytes / BROADCAST_BYTES_S, "broadcast to separate engines at verl's measured rate"
+        gather = 0.0
+        if engine.layout != train.layout:
+            group = Group.of(train.layout.world_size, 1, context.network.gpus_per_node)
+            gather = collective_s(context.gpu, context.network, "all_gather", group, nbytes)
+        return (
+            gather + nbytes / HANDOVER_BYTES_S + each,
+            "gather over training ranks, copy into the engine, 0.7 ms a tensor",
+        )
+    return (
+        nbytes / BROADCAST_BYTES_S + each,
+        "broadcast to separate engines at verl's measured rate, 0.7 ms a tensor",
+    )
 
 
 def _timeline(

@@ -11,6 +11,9 @@ from .software import Software
 
 ALGORITHMS = ("ppo", "grpo", "sft")
 BACKENDS = ("megatron", "fsdp", "deepspeed")
+# Assumed: tokens of the busiest expert-parallel rank over the mean, for routers of released models
+# on real text, without the balancing loss of pre-training.
+EXPERT_IMBALANCE = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class JobSpec(Record):
         attention: training attention kernel: "fa2", "fa3" or "cudnn".
         compiled: whether layers run compiled or with fused kernels (Liger, TransformerEngine).
         fp8: linear layers of training in fp8.
-        packed: sequences packed without padding (verl's remove_padding, OpenRLHF's packing_samples).
+        packed: sequences packed, no padding (verl's remove_padding, OpenRLHF's packing_samples).
         grad_bytes: bytes of a gradient as kept and reduced.
         rollout_max_sequences: sequences an engine replica decodes at once at most.
         prefix_caching: the engine prefills a prompt once for all its samples.
@@ -63,7 +66,9 @@ class JobSpec(Record):
         require(
             (self.critic is not None) == (self.algorithm == "ppo"),
             f"algorithm={self.algorithm} "
-            + ("needs a critic" if self.algorithm == "ppo" else "has no critic: set critic to null"),
+            + (
+                "needs a critic" if self.algorithm == "ppo" else "has no critic: set critic to null"
+            ),
         )
 
     def model_of(self, stage: ModelStage) -> ModelSpec:
@@ -110,6 +115,7 @@ class JobSpec(Record):
             fp8=self.fp8,
             grad_bytes=float(self.grad_bytes),
             reduce_bytes=float(self.grad_bytes),
+            expert_imbalance=EXPERT_IMBALANCE,
             wgrad_accumulates=megatron,
             host_forward_s=2.0e-3 if megatron else 1.0e-3,
             host_backward_s=3.0e-3 if megatron else 1.5e-3,

@@ -27,9 +27,9 @@ LAUNCH_S = 2.0e-6
 
 @functools.cache
 def _archive() -> dict[str, Any]:
-    with resources.files("nereus_plugins.data").joinpath("kernels.npz").open("rb") as file:
-        with np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+    path = resources.files("nereus_plugins.data").joinpath("kernels.npz")
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,8 @@ def attention_s(
     """
     flops = 2.0 * batch * heads * seq * seq * head_dim * query_part
     factor = _kernel(_BACKWARD if backward else _FORWARD, kernel, gpu)
-    # head_dim 64 fills the tensor cores less: FA2/FA3 papers, about two thirds (Hopper), 0.85 (Ampere).
+    # head_dim 64 fills the tensor cores less: about two thirds (Hopper), 0.85 (Ampere), as the
+    # FA2 and FA3 papers' figures show.
     if head_dim < 96:
         factor *= 0.67 if gpu.architecture in ("hopper", "blackwell") else 0.85
     efficiency = _context_grid(gpu.kernels).at(

@@ -109,7 +109,7 @@ def _kept_bytes(case: Case, tokens: float, *, moe: bool) -> tuple[float, str]:
 # outgoing (4) gradient, and that cast to bf16 (2). copied: shifted bf16 copy (2) more. fused
 # (Megatron's jitted loss): bf16 logits, fp32 softmax, its gradient cast to bf16. vocab_parallel
 # (Megatron's plain loss): bf16 logits, fp32 softmax overwritten by its gradient. chunked: fp32 and
-# bf16 logits of a chunk.
+# bf16 logits of a chunk. inplace: bf16 logits, overwritten by their gradient, and one cast.
 # rl: bf16 logits, their gradient, and the fp32 log-sum-exp pass; rl_entropy: fp32 probabilities and
 # their product with the logits beside (verl computes both on the whole micro-batch).
 _LOGIT_PEAK = {
@@ -117,6 +117,7 @@ _LOGIT_PEAK = {
     "copied": 18.0,
     "fused": 8.0,
     "vocab_parallel": 6.0,
+    "inplace": 4.0,
     "chunked": 6.0,
     "rl": 8.0,
     "rl_entropy": 14.0,

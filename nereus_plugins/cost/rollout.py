@@ -170,7 +170,7 @@ def rollout(
     max_sequences: int = 1024,
     prefix_caching: bool = True,
 ) -> Rollout | None:
-    """Generate `sequences` responses on layout.dp replicas; None if not one sequence fits the cache.
+    """Generate `sequences` responses on layout.dp replicas; None if not one fits the cache.
 
     Args:
         cache_budget_bytes: bytes of one GPU left for the key-value cache.
@@ -188,7 +188,7 @@ def rollout(
 
     # Decode in strides: every stride all active sequences grow by the same number of tokens.
     limit = min(max_sequences, count)
-    stride = max(1, int(math.ceil(float(lengths.max()) / 96)))
+    stride = max(1, math.ceil(float(lengths.max()) / 96))
     left = np.zeros(0)
     grown = np.zeros(0)
     queue = 0
@@ -198,8 +198,13 @@ def rollout(
 
     def step_s(batch: int, context: float) -> float:
         # Linear in context for a batch: two points each, shared by all strides.
-        rounded = batch if batch <= 8 else int(round(batch / 8) * 8) if batch < 128 else int(
-            round(batch / 32) * 32)
+        rounded = (
+            batch
+            if batch <= 8
+            else int(round(batch / 8) * 8)
+            if batch < 128
+            else int(round(batch / 32) * 32)
+        )
         if rounded not in table:
             low = _decode_step_s(gpu, network, shape, layout, rounded, 512.0)
             high = _decode_step_s(gpu, network, shape, layout, rounded, 8192.0)
@@ -210,7 +215,7 @@ def rollout(
     while len(left) or queue < count:
         # Admit while the cache holds what is there and half of what it will still grow.
         used = float((start + grown).sum() + 0.5 * left.sum())
-        fresh = []
+        fresh: list[float] = []
         while queue < count and len(left) + len(fresh) < limit:
             need = start + 0.5 * float(lengths[queue])
             if used + need > budget and (len(left) or fresh):

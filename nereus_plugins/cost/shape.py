@@ -150,9 +150,7 @@ class Shape:
             layers += self.num_moe_layers * one
             layers += self.mtp_layers * (one + 2 * self.model.hidden_size**2)
         elif self.mtp_layers:
-            layers += self.mtp_layers * (
-                self.dense_layer_params() + 2 * self.model.hidden_size**2
-            )
+            layers += self.mtp_layers * (self.dense_layer_params() + 2 * self.model.hidden_size**2)
         return layers + self.embedding_params() + self.head_params()
 
     def with_layers(self, layers: int) -> Shape:

@@ -21,7 +21,8 @@ class Software:
         elementwise: "fused" (TransformerEngine, fused kernels), "compiled" (torch.compile) or
             "eager".
         loss: how logits are held: "eager" (fp32 copies), "copied" (the same, shifted first),
-            "fused" or "vocab_parallel" (Megatron's two) or "chunked" (never whole).
+            "fused" or "vocab_parallel" (Megatron's two), "inplace" (flash-attn's), "chunked" (never
+            whole), "rl" or "rl_entropy" (log-probabilities of the tokens taken, as verl).
         fp8: linear layers in fp8.
         param_bytes: bytes of a parameter as gathered and multiplied.
         grad_bytes: bytes of a gradient as kept between micro-batches.
@@ -34,6 +35,8 @@ class Software:
             communication with compute.
         async_tp: tensor-parallel communication pipelined with the GEMMs around it.
         dispatch: of tokens to experts: "alltoall" (every copy) or "deepep" (one copy a node).
+        expert_imbalance: tokens of the busiest expert-parallel rank over the mean; 1 where a
+            benchmark forces balance.
         wgrad_accumulates: weight gradients are added in fp32 by the GEMM (Megatron).
         host_forward_s, host_backward_s: time the host needs to launch one layer's kernels; the
             floor of a layer's time.
@@ -59,6 +62,7 @@ class Software:
     overlap_param_gather: bool = True
     async_tp: bool = False
     dispatch: str = "alltoall"
+    expert_imbalance: float = 1.0
     wgrad_accumulates: bool = True
     host_forward_s: float = 2.0e-3
     host_backward_s: float = 3.0e-3

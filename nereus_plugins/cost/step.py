@@ -39,7 +39,7 @@ def stage_params(case: Case, stage: int) -> tuple[float, float]:
     """
     shape, lay = case.shape, case.layout
     dense, sparse = case.stage_layers()[stage]
-    common = dense * shape.dense_layer_params(lay.tp)
+    common: float = dense * shape.dense_layer_params(lay.tp)
     routed = 0.0
     if sparse:
         assert shape.moe is not None
@@ -58,9 +58,9 @@ def stage_params(case: Case, stage: int) -> tuple[float, float]:
                 else shape.moe_shared_params(lay.tp) + 2 * shape.model.hidden_size**2 / lay.tp
             )
             if shape.moe is not None:
-                routed += (
-                    shape.mtp_layers * shape.moe.num_experts / lay.ep
-                ) * shape.expert_params(lay.etp)
+                routed += (shape.mtp_layers * shape.moe.num_experts / lay.ep) * shape.expert_params(
+                    lay.etp
+                )
     return float(common), float(routed)
 
 
@@ -68,7 +68,7 @@ def lora_params(case: Case, stage: int) -> float:
     """Trained adapter parameters of a stage on one rank: rank * (inputs + outputs) per weight."""
     shape, lay, rank = case.shape, case.layout, case.software.lora_rank
     dense, sparse = case.stage_layers()[stage]
-    per = sum(n + k for n, k in shape.attention_gemms(lay.tp)) * (dense + sparse)
+    per: float = sum(n + k for n, k in shape.attention_gemms(lay.tp)) * (dense + sparse)
     per += dense * sum(n + k for n, k in shape.mlp_gemms(shape.model.ffn_hidden_size, lay.tp))
     if sparse and shape.moe is not None:
         gemms = shape.mlp_gemms(shape.moe.expert_ffn_hidden_size, lay.etp)
@@ -185,7 +185,7 @@ CONTENTION = 0.5
 
 
 def _data_parallel(case: Case, backward_s: float, forward_s: float) -> tuple[float, float, str]:
-    """Exposed gradient reduction and parameter gather of Megatron's data parallelism, once a step."""
+    """Exposed gradient reduction and parameter gather of data parallelism, once a step."""
     lay, soft = case.layout, case.software
     if lay.sharding == "zero2" and soft.backend == "deepspeed" and case.trains:
         whole = sum(stage_params(case, 0)) * soft.param_bytes
@@ -272,8 +272,14 @@ def step(case: Case) -> Step:
             parts.append(Part(name, value, formula))
 
     both = slowest.forward + slowest.backward
-    add("gemm", count * both.gemm, "matrix products: 2mnk / (peak * measured efficiency * sustained)")
-    add("attention", count * both.attention, "causal attention: measured rate, backward 2.5 x FLOPs")
+    add(
+        "gemm",
+        count * both.gemm,
+        "matrix products: 2mnk / (peak * measured efficiency * sustained)",
+    )
+    add(
+        "attention", count * both.attention, "causal attention: measured rate, backward 2.5 x FLOPs"
+    )
     add("elementwise", count * both.elementwise, "bytes of norms, rotary, activation, loss / HBM")
     add("recompute", count * slowest.recompute.total, f"forward again ({case.knobs.recompute})")
     add("tp_comm", count * both.tp, "collectives of each layer inside the tp group")
@@ -306,4 +312,3 @@ def step(case: Case) -> Step:
         add("optimizer", seconds, formula)
         add("fixed", case.software.fixed_s, "data loading, logging, synchronisation of a step")
     return Step(tuple(parts))
-

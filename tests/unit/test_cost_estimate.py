@@ -108,7 +108,7 @@ def test_70b_grpo_on_32_runs(gpu: str) -> None:
 
 
 def ppo_8b(response: int) -> Estimate:
-    """Llama-3-8B PPO on 8 x H100-80, ZeRO-2 with Adam offload, micro-batch 2, all models resident."""
+    """Llama-3-8B PPO on 8 x H100-80, ZeRO-2 with Adam offload, micro-batch 2, all resident."""
     actor = read_model("llama3-8b")
     value = read_model("llama3-8b", value_head=True)
     job = JobSpec(
@@ -315,7 +315,5 @@ def test_the_command_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_explanation_names_formulas() -> None:
-    out = grpo(
-        "qwen2.5-7b", "h100", 8, Layout(dp=8, sharding="fsdp"), rollout_tp=1, micro_batch=1
-    )
+    out = grpo("qwen2.5-7b", "h100", 8, Layout(dp=8, sharding="fsdp"), rollout_tp=1, micro_batch=1)
     assert "2mnk / (peak" in explanation(out)

@@ -53,9 +53,7 @@ def test_bubble_shrinks_with_micro_batches_and_interleaving() -> None:
     layout = Layout(tp=2, pp=4, dp=1, sharding="zero1", sequence_parallel=True)
     few = bubble(layout=layout, batch=Batch.uniform(4, 1, 4096))
     many = bubble(layout=layout, batch=Batch.uniform(64, 1, 4096))
-    chunks = bubble(
-        layout=dataclasses.replace(layout, vpp=2), batch=Batch.uniform(4, 1, 4096)
-    )
+    chunks = bubble(layout=dataclasses.replace(layout, vpp=2), batch=Batch.uniform(4, 1, 4096))
     assert few > 0.35
     assert many < 0.06
     assert chunks < 0.65 * few
@@ -130,9 +128,7 @@ def test_sharding_divides_what_it_names() -> None:
     assert parts("zero2", "deepspeed") == pytest.approx(
         (2 * params, 4 * params / 8, 12 * params / 8)
     )
-    assert parts("fsdp", "fsdp") == pytest.approx(
-        (4 * params / 8, 4 * params / 8, 8 * params / 8)
-    )
+    assert parts("fsdp", "fsdp") == pytest.approx((4 * params / 8, 4 * params / 8, 8 * params / 8))
 
 
 def test_experts_are_spread_over_expert_parallel_ranks() -> None:
