@@ -17,6 +17,13 @@ class ParkedStorages:
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
         # By the storage object's own identity: without memory it has no data pointer.
         self._parked: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        storages = list(storages)
+        if any(not storage.resizable() for storage in storages):
+            # Before any is given up: a failure half way would lose what is parked already.
+            raise RuntimeError(
+                "a storage cannot give its memory back: a NumPy array, shared memory or a foreign "
+                "buffer lies on it; raise memory_budget_bytes so that nothing has to be parked"
+            )
         for storage in storages:
             live = _bytes(storage)
             host = torch.empty(live.shape, dtype=torch.uint8, pin_memory=live.is_cuda)
@@ -74,6 +81,9 @@ def park(storages: Iterable[torch.UntypedStorage]) -> ParkedStorages:
 
     Args:
         storages: allocations, e.g. `DescribedUnit.storages()`; each one once.
+
+    Raises:
+        RuntimeError: one of them cannot be resized; all are then as they were.
     """
     return ParkedStorages(storages)
 

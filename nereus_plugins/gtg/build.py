@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus_plugins.emu.moves import MoveTable
+from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.gtg.graph import (
     Blocks,
@@ -29,7 +30,14 @@ from nereus_plugins.gtg.graph import (
     Step,
     Traffic,
 )
-from nereus_plugins.spec import Layout
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    Layout,
+    ModelSpec,
+    ModelStage,
+    OptimizerSpec,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +57,56 @@ class UnitChange:
     target: ShardTable | None
     gradient_bytes: ByteArray | None = None
     build_bytes: ByteArray | None = None
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """What must be known of a unit to predict its shards in any plan.
+
+    stage: the model-stage whose assignment places the unit's state.
+    """
+
+    name: str
+    stage: ModelStage
+    model: ModelSpec
+    backend: str
+    optimizer: OptimizerSpec | None = None
+    param_dtype: str = "bfloat16"
+
+    def table(self, assignment: Assignment) -> ShardTable:
+        """The predicted shards on the assignment's devices."""
+        return predict_unit(
+            self.model,
+            assignment.layout,
+            backend=self.backend,
+            optimizer=self.optimizer,
+            param_dtype=self.param_dtype,
+            ranks=assignment.devices,
+        )
+
+
+def changes_between(
+    old: GlobalPlan, new: GlobalPlan, units: Sequence[PlannedUnit]
+) -> list[UnitChange]:
+    """The units that move from one plan to the other, predicted from the spec on both sides.
+
+    Raises: KeyError: a plan does not assign a unit's stage. SpecError: a layout that its model does
+    not fit.
+    """
+    changes = []
+    for unit in units:
+        source, target = old.assignments[unit.stage], new.assignments[unit.stage]
+        if (source.layout, source.devices) != (target.layout, target.devices):
+            changes.append(
+                UnitChange(
+                    name=unit.name,
+                    source_layout=source.layout,
+                    target_layout=target.layout,
+                    source=unit.table(source),
+                    target=unit.table(target),
+                )
+            )
+    return changes
 
 
 def build_graph(

@@ -73,16 +73,16 @@ class Schedule:
             if _contains(node.ranks, rank)
         ]
 
-    def parked(self, unit: int, rank: int) -> list[int]:
-        """Keys of the storages of `unit` on `rank` that this schedule parks, in parking order."""
+    def parked(self, index: int, unit: int, rank: int) -> list[int]:
+        """Keys of the storages of `unit` on `rank` that round `index` parks, in parking order."""
         blocks = self.graph.blocks
+        nodes = [self.graph.nodes[i] for i in self.rounds[index].nodes]
         return [
             int(blocks.key[block])
-            for round_ in self.rounds
-            if round_.step is Step.PARK
-            for i in round_.nodes
-            for block in self.graph.nodes[i].parks
-            if self.graph.nodes[i].unit == unit and blocks.rank[block] == rank
+            for node in nodes
+            if node.unit == unit
+            for block in node.parks
+            if blocks.rank[block] == rank
         ]
 
     @cached_property
@@ -179,9 +179,10 @@ class _Compiler:
             )
 
     def _ready(self) -> list[Node]:
-        """Nodes that wait for nothing, in the order of steps, then units."""
+        """Nodes that wait for nothing, in the order of steps, then units. What concerns targets
+        comes after what else can run: all units are built before any is described."""
         ready = [self.nodes[i] for i in self.left if self.waits[i] <= self.done]
-        return sorted(ready, key=lambda n: (_ORDER[n.step], n.unit, n.id))
+        return sorted(ready, key=lambda n: (n.subject == "target", _ORDER[n.step], n.unit, n.id))
 
     def _fits(self, acquires: IntArray) -> bool:
         return not len(self._short(acquires))

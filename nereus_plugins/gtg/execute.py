@@ -42,7 +42,7 @@ from nereus_plugins.emu.unit import BuiltUnit, ElasticUnit
 from nereus_plugins.gtg.build import UnitChange, build_graph
 from nereus_plugins.gtg.compile import Schedule, compile_graph
 from nereus_plugins.gtg.faults import inject
-from nereus_plugins.gtg.graph import DRIVER_STEPS, Node, Step
+from nereus_plugins.gtg.graph import Node, Step
 from nereus_plugins.gtg.journal import EpochError
 from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
@@ -52,8 +52,8 @@ from nereus_plugins.transport.control import Control, RankLost
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
 
-# Exchange rounds in the air at once; each takes up to two staging buffers, and one is spare.
-_ROUNDS_IN_FLIGHT = 3
+# What an exchange may take on a device, in messages; the transport adds one for digests.
+_STAGING_BUFFERS = 6
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,10 @@ class _Attempt:
     source_tables: dict[str, ShardTable] = field(default_factory=dict)
     scalars: dict[str, Scalars] = field(default_factory=dict)
     schedule: Schedule | None = None
+    round_index: int = 0
     transport: TorchTransport | None = None
     group: dist.ProcessGroup | None = None
-    parked: dict[str, ParkedStorages] = field(default_factory=dict)
+    parked: dict[str, list[ParkedStorages]] = field(default_factory=dict)
     built: dict[str, BuiltUnit] = field(default_factory=dict)
     described: dict[str, DescribedUnit] = field(default_factory=dict)
     target_tables: dict[str, ShardTable] = field(default_factory=dict)
@@ -199,16 +200,16 @@ class RankTransition:
             self._attempt = attempt
             return attempt.report
         self._attempt = attempt
-        for step, subject in _PROLOGUE:
-            self._run(step, subject, list(attempt.target))
+        for index, (step, subject) in enumerate(_PROLOGUE):
+            self._run(index, step, subject, list(attempt.target))
         schedule = attempt.schedule
         assert schedule is not None
-        after_agree = next(i for i, r in enumerate(schedule.rounds) if r.step is Step.AGREE)
-        for round_ in schedule.rounds[after_agree + 1 :]:
+        for index, round_ in enumerate(schedule.rounds):
             if round_.step is Step.COMMIT:
                 break
-            nodes = [schedule.graph.nodes[i] for i in round_.nodes]
-            self._run(round_.step, nodes[0].subject, self._names(nodes))
+            if index >= len(_PROLOGUE):
+                nodes = [schedule.graph.nodes[i] for i in round_.nodes]
+                self._run(index, round_.step, nodes[0].subject, self._names(nodes))
         return attempt.report
 
     def commit(self) -> None:
@@ -221,7 +222,7 @@ class RankTransition:
         attempt = self._prepared()
         attempt.release_report = ReleaseReport(attempt.epoch, self.rank)
         if attempt.target:
-            self._vote_step(Step.COMMIT, "", lambda: None)
+            self._vote_step(Step.COMMIT, "commit", lambda: None)
             try:
                 for name in attempt.target:
                     attempt.old[name] = self.units[name].switch(attempt.built[name])
@@ -254,8 +255,8 @@ class RankTransition:
             start = time.perf_counter()
             failure = self._catch(self.units[name].release, attempt.old.pop(name))
             error = error or failure
-            if name in attempt.parked:
-                attempt.parked.pop(name).drop()
+            for parked in attempt.parked.pop(name, []):
+                parked.drop()
             report.units[name] = time.perf_counter() - start
         if attempt.transport is not None:
             error = self._catch(attempt.transport.close) or error
@@ -307,11 +308,10 @@ class RankTransition:
             report.units[name] = UnitReport(str(self.units[name].layout()), str(layout))
         return _Attempt(epoch, changes, predicted, report)
 
-    def _run(self, step: Step, subject: str, names: list[str]) -> None:
+    def _run(self, index: int, step: Step, subject: str, names: list[str]) -> None:
         """One round: this rank's part of it, then a vote."""
-        if step in DRIVER_STEPS:
-            return
         attempt = self._prepared()
+        attempt.round_index = index
         work: dict[tuple[Step, str], Callable[[_Attempt, list[str]], None]] = {
             (Step.FREE_GRADIENTS, "source"): self._free_gradients,
             (Step.DESCRIBE, "source"): self._describe_source,
@@ -326,19 +326,14 @@ class RankTransition:
             (Step.MOVE, ""): self._move,
             (Step.VERIFY, ""): self._verify,
         }
-        if step in (Step.FORM_GROUPS, Step.BUILD):
-            # These wait for every peer through groups that cannot be broken from outside: begin
-            # only when all ranks are known to be here.
-            self._vote_step(step, f"{step.value}.ready", lambda: None)
-            self._vote_step(
-                step,
-                ".".join([step.value, *names]),
-                lambda: work[step, subject](attempt, names),
-                injected=False,
-            )
-        else:
-            label = ".".join([step.value, subject, *names])
-            self._vote_step(step, label, lambda: work[step, subject](attempt, names))
+        label = f"{index}.{step.value}"
+        waits = step in (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
+        if waits:
+            # These wait for every peer in ways that cannot be broken from outside: begin only when
+            # all ranks are known to be here.
+            self._vote_step(step, f"{label}.ready", lambda: None)
+        run = work[step, subject]
+        self._vote_step(step, label, lambda: run(attempt, names), injected=not waits)
 
     def _free_gradients(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
@@ -358,7 +353,7 @@ class RankTransition:
         attempt.transport = TorchTransport(
             group,
             staging_bytes=self.options.staging_bytes,
-            rounds_in_flight=_ROUNDS_IN_FLIGHT,
+            staging_buffers=_STAGING_BUFFERS,
             checksum=self.options.checksum,
             timeout_s=self.options.timeout_s,
         )
@@ -385,7 +380,7 @@ class RankTransition:
             changes,
             world=self.world,
             memory_budget_bytes=self.options.memory_budget_bytes,
-            staging_bytes=(2 * _ROUNDS_IN_FLIGHT + 1) * attempt.transport.staging_bytes,
+            staging_bytes=(_STAGING_BUFFERS + 1) * attempt.transport.staging_bytes,
         )
         attempt.schedule = compile_graph(graph)
         attempt.report.mode = attempt.schedule.mode
@@ -401,10 +396,12 @@ class RankTransition:
         assert schedule is not None
         for name in names:
             with self._timed(attempt, name, "park"):
-                keys = schedule.parked(schedule.graph.units.index(name), self.rank)
+                unit = schedule.graph.units.index(name)
+                keys = schedule.parked(attempt.round_index, unit, self.rank)
                 storages = attempt.source[name].storages()
-                attempt.parked[name] = park([storages[key] for key in keys])
-                attempt.report.units[name].bytes_parked = attempt.parked[name].nbytes
+                parked = park([storages[key] for key in keys])
+                attempt.parked.setdefault(name, []).append(parked)
+                attempt.report.units[name].bytes_parked += parked.nbytes
 
     def _build(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
@@ -424,6 +421,7 @@ class RankTransition:
                 attempt.target_tables[name] = table
                 check_tiling(table)
                 self._check_ranks(attempt, name, table)
+                _check_nothing_dropped(name, attempt.source_tables[name], table)
                 attempt.moves[name] = self._moves(attempt.source_tables[name], table)
                 report = attempt.report.units[name]
                 report.verified["tensors_tiled"] = len(table.tensors)
@@ -444,8 +442,8 @@ class RankTransition:
         for name in names:
             with self._timed(attempt, name, "move"):
                 source = attempt.source[name].shards
-                if name in attempt.parked:
-                    source = _from_host(source, attempt.parked[name])
+                for parked in attempt.parked.get(name, []):
+                    source = _from_host(source, parked)
                 done = attempt.transport.exchange(
                     attempt.moves[name], source, attempt.described[name].shards
                 )
@@ -488,7 +486,7 @@ class RankTransition:
             attempt.transport.abort()
         lost: tuple[int, ...] = ()
         try:
-            failed = self._vote(attempt, label or step.value, error)
+            failed = self._vote(attempt, label, error)
         except RankLost as missing:
             lost, failed = missing.ranks, (missing.ranks[0], str(missing))
             error = error or missing
@@ -541,8 +539,9 @@ class RankTransition:
         try:
             inject("fetch", self.rank, attempt.epoch)
         finally:
-            for parked in attempt.parked.values():
-                parked.fetch()
+            for one_unit in attempt.parked.values():
+                for parked in one_unit:
+                    parked.fetch()
 
     # ------------------------------------------------------------------ small parts
 
@@ -642,6 +641,16 @@ def _from_host(shards: Sequence[LocalShard], parked: ParkedStorages) -> list[Loc
         else s
         for s in shards
     ]
+
+
+def _check_nothing_dropped(name: str, source: ShardTable, target: ShardTable) -> None:
+    """Raises: ValueError if the source has a tensor that the target does not: it would be lost."""
+    missing = {t.name for t in source.tensors} - {t.name for t in target.tensors}
+    if missing:
+        raise ValueError(
+            f"the target of {name} lacks {len(missing)} tensor(s) of the source, such as "
+            f"{min(missing)!r}: their content would be lost"
+        )
 
 
 def _pair_differences(predicted: MoveTable, described: MoveTable) -> list[dict[str, int]]:

@@ -2,8 +2,8 @@
 
     NEREUS_FAULT="step=<phase>,rank=<r>,kind=raise|kill|hang|corrupt[,epoch=N][,seconds=S]"
 
-Unset, `inject` does nothing. Every phase of a transition calls it once per rank before doing its
-work.
+Several faults are separated by ";". Unset, `inject` does nothing. Every phase of a transition calls
+it once per rank before doing its work.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ ENVIRONMENT_VARIABLE = "NEREUS_FAULT"
 
 PHASES = (
     "free_gradients",
+    "form_groups",
     "park",
     "build",
     "describe",
@@ -48,7 +49,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read the value of NEREUS_FAULT; raises ValueError naming what is wrong with it."""
+        """Read one fault; raises ValueError naming what is wrong with it."""
         fields: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = part.strip().partition("=")
@@ -88,7 +89,10 @@ def inject(step: str, rank: int, epoch: int) -> bool:
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return False
-    fault = Fault.parse(text)
+    return any([_inject(Fault.parse(part), step, rank, epoch) for part in text.split(";")])
+
+
+def _inject(fault: Fault, step: str, rank: int, epoch: int) -> bool:
     if fault.step != step or fault.rank != rank or fault.epoch not in (None, epoch):
         return False
     if fault.kind == "raise":

@@ -19,6 +19,10 @@ from nereus_plugins.emu.table import ShardTable
 State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
+class BrokenState(RuntimeError):
+    """The shards of a unit are not one whole state."""
+
+
 def whole_state(unit: DescribedUnit, device: torch.device) -> State:
     """(tensors by name, scalars) of a unit, assembled from all ranks of the job.
 
@@ -27,7 +31,7 @@ def whole_state(unit: DescribedUnit, device: torch.device) -> State:
         device: one the default group can communicate from.
 
     Raises:
-        AssertionError: a tensor is not covered, or two ranks hold different bits of one element.
+        BrokenState: a tensor is not covered, or two ranks hold different bits of one element.
     """
     rank = dist.get_rank()
     payload = [s.view.detach().contiguous().view(-1).view(torch.uint8) for s in unit.shards]
@@ -57,11 +61,13 @@ def whole_state(unit: DescribedUnit, device: torch.device) -> State:
             again = done[place]
             if bool(again.any()):
                 same = (whole[place] == piece).all(-1)
-                assert bool(same[again].all()), f"replicas of {info.name} {box} differ"
+                if not bool(same[again].all()):
+                    raise BrokenState(f"replicas of {info.name} {box} differ")
             whole[place] = piece
             done[place] = True
     for name, done in written.items():
-        assert bool(done.all()), f"{name} is not covered"
+        if not bool(done.all()):
+            raise BrokenState(f"{name} is not covered")
     return tensors, merge_scalars([json.loads(s.numpy().tobytes()) for s in scalars])
 
 

@@ -191,11 +191,11 @@ class Fsdp2Job:
             groups = [built.data_group]
             names = ("shard",)
         if built.active:
-            kind = self.device.type
-            if len(groups) == 1:
-                built.mesh = DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+            kind, mine = self.device.type, [g for g in groups if g is not None]
+            if len(mine) == 1:
+                built.mesh = DeviceMesh.from_group(mine[0], kind, mesh_dim_names=names)
             else:
-                built.mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+                built.mesh = DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=names)
 
     def _build_model(self, built: Fsdp2Built) -> None:
         layout, mesh = built.layout, built.mesh

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from nereus_plugins.selftest.fsdp2_job import Fsdp2Job
     from nereus_plugins.selftest.megatron_job import MegatronJob
@@ -39,11 +37,16 @@ def load_megatron(job: MegatronJob, path: Path) -> None:
     built.scheduler.num_steps = 0  # load_state_dict adds to it
     built.scheduler.load_state_dict(state["scheduler"])
     for part in private.split_optimizers(built.optimizer):
-        for values in part.optimizer.state.values():
-            if isinstance(values.get("step"), torch.Tensor):
-                # Megatron-core 0.16.1 gives all parameters one counter, which then counts once per
-                # parameter and step; a checkpoint must not be worse than a move for that.
-                values["step"] = values["step"].clone()
+        counters = [v for v in part.optimizer.state.values() if "step" in v]
+        if not counters:
+            continue
+        # torch's Adam counts per parameter, FusedAdam per group. megatron-core 0.16.1 writes for
+        # the latter: it leaves a number in the groups that torch does not read, and gives all
+        # parameters one counter, which then counts once per parameter and step.
+        for group in part.optimizer.param_groups:
+            group.pop("step", None)
+        for values in counters:
+            values["step"] = values["step"].clone()
 
 
 def _megatron_state(job: MegatronJob, *, loading: bool) -> dict[str, Any]:
@@ -55,8 +58,9 @@ def _megatron_state(job: MegatronJob, *, loading: bool) -> dict[str, Any]:
         return {}
     group = built.collection.dp_cp
     metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
+    core: Any = unwrap(built.chunk)
     with private.tied_weights_group(group):
-        model = unwrap(built.chunk).sharded_state_dict(metadata=metadata)
+        model = core.sharded_state_dict(metadata=metadata)
     optimizer = built.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if not loading:

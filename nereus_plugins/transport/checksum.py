@@ -2,15 +2,17 @@
 
 Bytes are read as little-endian int64 words, zero-padded, in blocks of 256 rows of 256 words. All
 row sums and all column sums of a block are taken (wrapping; plain reductions are what torch does
-fastest), then each sum is mixed with its position by a bijection of 64 bits and the results are
-added up: one total over rows, one over columns. A changed byte changes a row sum and a column
-sum; two exchanged words differ in their row or in their column, so a sum sees them; exchanged
-rows, columns or blocks are seen by the position in the mix. What sums cannot see are changes in
-four or more words that cancel in every row and every column at once. It guards against
+fastest), then each sum goes through a bijection of 64 bits that its position chooses, and the
+results are added up: one total over rows, one over columns. A changed byte changes a row sum and
+a column sum; two exchanged words differ in their row or in their column, so a sum sees them;
+exchanged rows, columns or blocks are seen through the position. What sums cannot see are changes
+in four or more words that cancel in every row and every column at once. It guards against
 accidents, not against an adversary.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -30,37 +32,60 @@ def digest(data: torch.Tensor) -> torch.Tensor:
 
     Asynchronous on CUDA. Equal for equal bytes on any device and at any alignment.
     """
+    row_bytes = COLUMNS * WORD_BYTES
+    if data.data_ptr() % WORD_BYTES or data.storage_offset() % WORD_BYTES:
+        # Words cannot be read where they lie: a block's copy at a time.
+        step = BLOCK_BYTES
+    elif data.device.type == "cpu":
+        step = BLOCK_BYTES  # stays in cache between its two readings
+    else:
+        step = max(data.numel() // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES)  # few kernels
     rows, columns = [], []
-    # On CPU a block at a time, which stays in cache between its two readings; on an accelerator
-    # all whole blocks at once, which takes few kernels.
-    whole = data.numel() // BLOCK_BYTES * BLOCK_BYTES
-    step = BLOCK_BYTES if data.device.type == "cpu" else max(whole, BLOCK_BYTES)
     for start in range(0, data.numel(), step):
         part = data[start : start + step]
-        if part.numel() % BLOCK_BYTES:
-            row_bytes = COLUMNS * WORD_BYTES
-            padded = part.new_zeros(-(-part.numel() // row_bytes) * row_bytes)
-            padded[: part.numel()].copy_(part)
-            words = padded.view(torch.int64).view(1, -1, COLUMNS)
-        else:
-            if part.data_ptr() % WORD_BYTES or part.storage_offset() % WORD_BYTES:
-                part = part.clone()
-            words = part.view(torch.int64).view(-1, ROWS, COLUMNS)
-        rows.append(words.sum(dim=2).view(-1))
-        columns.append(words.sum(dim=1).view(-1))
+        whole_rows = part.numel() // row_bytes * row_bytes
+        words = _words(part[:whole_rows])
+        if part.numel() > BLOCK_BYTES:
+            words = words.view(-1, ROWS, COLUMNS)
+        by_row, by_column = words.sum(dim=-1), words.sum(dim=-2)
+        if whole_rows < part.numel():
+            last = part.new_zeros(row_bytes)
+            last[: part.numel() - whole_rows].copy_(part[whole_rows:])
+            by_row = torch.cat([by_row, last.view(torch.int64).sum(dim=0, keepdim=True)])
+            by_column = by_column + last.view(torch.int64)
+        rows.append(by_row.view(-1))
+        columns.append(by_column.view(-1))
     if not rows:
         return torch.zeros(2, dtype=torch.int64, device=data.device)
-    return torch.stack([_total(torch.cat(rows)), _total(torch.cat(columns))]) + data.numel()
+    count = sum(len(sums) for sums in rows)
+    mixed = _mix(torch.cat(rows + columns))
+    return torch.stack([mixed[:count].sum(), mixed[count:].sum()]) + data.numel()
 
 
-def _total(sums: torch.Tensor) -> torch.Tensor:
-    """int64[]: the sum over i of a mix of ``sums[i]`` and i (splitmix64's finalizer)."""
-    z = sums + torch.arange(1, sums.numel() + 1, device=sums.device) * _GOLDEN
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """int64[n, COLUMNS] of whole rows, in place where the alignment allows it."""
+    if part.data_ptr() % WORD_BYTES or part.storage_offset() % WORD_BYTES:
+        part = part.clone()
+    return part.view(torch.int64).view(-1, COLUMNS)
+
+
+def _mix(sums: torch.Tensor) -> torch.Tensor:
+    """int64[n]: each sum through a bijection of its own; in place."""
+    size = max(1024, 1 << (len(sums) - 1).bit_length())
+    z = sums.bitwise_xor_(_keys(size, sums.device)[: len(sums)])
+    z.bitwise_xor_(_shift_right(z, 32)).mul_(_MIX_1)
+    return z.bitwise_xor_(_shift_right(z, 29))
+
+
+@functools.lru_cache(maxsize=32)
+def _keys(count: int, device: torch.device) -> torch.Tensor:
+    """int64[count]: splitmix64 of 1, 2, ...; for a position the same at any count."""
+    z = torch.arange(1, count + 1, device=device) * _GOLDEN
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
-    return (z ^ _shift_right(z, 31)).sum()
+    return z ^ _shift_right(z, 31)
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift: torch's is arithmetic, which would lose the sign bit in the mix."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

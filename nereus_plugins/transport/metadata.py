@@ -21,21 +21,22 @@ def gather_tables(table: ShardTable, group: dist.ProcessGroup) -> ShardTable:
 def gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's `payload`, by rank; lengths may differ. Collective: two all-gathers."""
     device = wire_device(group)
-    world = dist.get_world_size(group)
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, mine, group)
-    lengths = sizes.tolist()
-    longest = max(1, *lengths)
-    padded = np.zeros(longest, dtype=np.uint8)
+    sizes = _all_gather(torch.tensor([len(payload)], dtype=torch.int64, device=device), group)
+    lengths = [int(size) for size in sizes]
+    padded = np.zeros(max(1, *lengths), dtype=np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
-    gathered = torch.empty(world * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, torch.from_numpy(padded).to(device), group)
-    received = gathered.cpu().numpy()
+    received = _all_gather(torch.from_numpy(padded).to(device), group)
     return [
-        received[rank * longest : rank * longest + length].tobytes()
-        for rank, length in enumerate(lengths)
+        data[:length].cpu().numpy().tobytes()
+        for data, length in zip(received, lengths, strict=True)
     ]
+
+
+def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor of one shape and dtype, by rank."""
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group)
+    return gathered
 
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:

@@ -3,7 +3,7 @@
 A message whose only piece is contiguous memory on the device of the wire is sent from, or received
 into, that memory itself; any other goes through a staging buffer. The two ends decide this apart.
 Several rounds are in flight, so that packing the next and unpacking the last overlap with the
-wire; this bounds staging to two buffers for each round in flight, plus one.
+wire. Staging buffers are few and used again; a round that would need more waits for the earliest.
 
 NCCL runs through the same code, but has not been run: see `nereus selftest`.
 """
@@ -37,10 +37,13 @@ from nereus_plugins.transport.rounds import TransferPlan, compile_transfer
 if TYPE_CHECKING:
     from nereus_plugins.emu.moves import MoveTable
 
-# On gloo small messages stay in cache between packing and the socket, yet are large enough to hide
-# the cost of each; NCCL wants them larger.
-GLOO_STAGING_BYTES = 4 << 20
+# On gloo, messages small enough to stay in cache between packing and the socket, and large enough
+# to hide the cost of each; NCCL wants them larger.
+GLOO_STAGING_BYTES = 8 << 20
 NCCL_STAGING_BYTES = 64 << 20
+
+# Rounds posted at once: enough that a rank that is not scheduled for a while holds up no link.
+ROUNDS_IN_FLIGHT = 16
 
 # A tag that no message carries, see `TorchTransport.abort`.
 _ABORT_TAG = (1 << 30) + 7
@@ -92,8 +95,8 @@ class TorchTransport:
     Args:
         group: a process group of its own, gloo or NCCL; ranks in moves are ranks in this group.
         staging_bytes: largest message, the same on all ranks; default by back end.
-        rounds_in_flight: rounds posted at once; staging takes at most
-            ``(2 * rounds_in_flight + 1) * staging_bytes``.
+        staging_buffers: how many buffers of `staging_bytes` may be in use at once, at least 2 (a
+            round may need one each way); one more serves digests.
         checksum: keep digests of what is sent, for `verify`; the same on all ranks.
         timeout_s: longest wait for one round. On NCCL the group's own timeout rules.
         progress: called with bytes done and in all.
@@ -104,7 +107,7 @@ class TorchTransport:
         group: dist.ProcessGroup,
         *,
         staging_bytes: int | None = None,
-        rounds_in_flight: int = 3,
+        staging_buffers: int = 6,
         checksum: bool = True,
         timeout_s: float = 300.0,
         progress: Progress | None = None,
@@ -119,7 +122,9 @@ class TorchTransport:
         self.staging_bytes = staging_bytes or (
             NCCL_STAGING_BYTES if self._nccl else GLOO_STAGING_BYTES
         )
-        self._rounds_in_flight = rounds_in_flight
+        if staging_buffers < 2:
+            raise ValueError(f"staging_buffers={staging_buffers}: a round may need 2")
+        self._staging_buffers = staging_buffers
         self._progress = progress
         self._free: list[torch.Tensor] = []
         self._pending: list[_Exchange] = []
@@ -169,7 +174,10 @@ class TorchTransport:
                 if self._progress:
                     self._progress(done, total)
                 continue
-            while len(in_flight) >= self._rounds_in_flight:
+            while in_flight and (
+                len(in_flight) >= ROUNDS_IN_FLIGHT
+                or sum(len(r.buffers) for r in in_flight) + 2 > self._staging_buffers
+            ):
                 finish()
             in_flight.append(self._post(record, messages.tolist(), source, counts, clock))
         while in_flight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from nereus_plugins.emu.table import ShardTable, StorageInfo, TensorInfo, concat
 from nereus_plugins.gtg.build import UnitChange, build_graph
 from nereus_plugins.gtg.compile import InfeasibleTransition, Schedule, compile_graph
 from nereus_plugins.gtg.estimate import StepCosts, byte_bound_s, estimate, node_seconds
-from nereus_plugins.gtg.graph import Blocks, Edge, Graph, Node, Step
+from nereus_plugins.gtg.graph import Blocks, Edge, Graph, GraphError, Node, Step
 from nereus_plugins.spec import ClusterSpec, GPUSpec, Layout, LinkSpec
 
 # ---------------------------------------------------------------- simulated blocking ranks
@@ -224,7 +225,7 @@ COSTS = StepCosts(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_transitions_execute(data: st.DataObject) -> None:
     changes, world = data.draw(transitions())
@@ -275,8 +276,15 @@ def test_random_transitions_execute(data: st.DataObject) -> None:
     assert (cost.recovery_s > 0) == (schedule.mode == "staged")
     again = compile_graph(graph)
     assert again.digest == schedule.digest
-    parked = {(u, r) for u in range(len(changes)) for r in range(world) if schedule.parked(u, r)}
+    parked = [
+        (unit, rank, key)
+        for index in range(len(schedule.rounds))
+        for unit in range(len(changes))
+        for rank in range(world)
+        for key in schedule.parked(index, unit, rank)
+    ]
     assert bool(parked) == (schedule.mode == "staged")
+    assert len(set(parked)) == len(parked), "a storage is parked twice"
 
 
 # ---------------------------------------------------------------- random graphs of any shape
@@ -350,7 +358,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_random_graphs_execute(data: st.DataObject) -> None:
     graph = data.draw(graphs())
@@ -374,15 +382,11 @@ def test_random_graphs_execute(data: st.DataObject) -> None:
     check_executes(schedule, seconds, vote_s=0.5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(graphs())
 def test_a_cycle_is_refused(graph: Graph) -> None:
     if len(graph.nodes) < 2:
         return
-    import dataclasses
-
-    from nereus_plugins.gtg.graph import GraphError
-
     loop = (Edge(0, len(graph.nodes) - 1, "data"), Edge(len(graph.nodes) - 1, 0, "data"))
     broken = dataclasses.replace(graph, edges=graph.edges + loop, budget_bytes=None)
     with pytest.raises(GraphError, match="circle"):

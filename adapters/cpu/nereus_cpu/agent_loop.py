@@ -1,7 +1,7 @@
 """verl's single-turn agent loop, with a seed in every request, so that a run can be repeated.
 
-    actor_rollout_ref.rollout.agent.agent_loop_config_path=<AGENT_LOOP_CONFIG>
-    actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn
+actor_rollout_ref.rollout.agent.agent_loop_config_path=<AGENT_LOOP_CONFIG>
+actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AGENT_LOOP_CONFIG = Path(__file__).with_name("agent_loop.yaml")
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
-    """The seed follows from rollout.seed, step, prompt, and the sample's number within the prompt."""
+    """The seed follows from rollout.seed, step, prompt, and the sample's number in the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         identity = (

@@ -81,7 +81,7 @@ def install() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
 
-    # verl/utils/model.py:load_valuehead_model names flash_attention_2 literally, whatever the config.
+    # verl/utils/model.py:load_valuehead_model names flash_attention_2, whatever the config says.
     bound = AutoModelForTokenClassification.from_pretrained
     expect(hasattr(bound, "__func__"), "AutoModelForTokenClassification.from_pretrained moved")
     load = bound.__func__

@@ -8,7 +8,7 @@ class CpuPlatformError(RuntimeError):
 
 
 def expect(condition: bool, what: str) -> None:
-    """Raises: CpuPlatformError, if a framework does not look as the patch about to be made assumes."""
+    """Raises: CpuPlatformError, if a framework does not look as the coming patch assumes."""
     if not condition:
         raise CpuPlatformError(
             f"nereus_cpu: {what}; the installed framework differs from the pinned, tested version "

@@ -1,8 +1,8 @@
 """Seeded sampling with Hugging Face generate, whose result does not depend on how requests batch.
 
-Every call has the same shape (a fixed number of rows, prompts padded to a fixed length), so that the
-arithmetic of one row does not change with the rows beside it, and every request draws from its own
-random numbers. Equal requests to equal weights give equal bits, whatever else is being served.
+Every call has the same shape (a fixed number of rows, prompts padded to a fixed length), so that
+the arithmetic of one row does not change with the rows beside it, and every request draws from its
+own random numbers. Equal requests to equal weights give equal bits, whatever else is being served.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Completion:
 
 
 class _GumbelNoise(LogitsProcessor):
-    """argmax(logits / T + Gumbel noise) is a draw from softmax(logits / T) (the Gumbel-max trick)."""
+    """argmax(logits / T + Gumbel noise) is a draw from softmax(logits / T), the Gumbel trick."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._temperature = [r.temperature for r in requests]
         self._random = [np.random.Generator(np.random.Philox(key=r.seed)) for r in requests]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.float()
+        scores = scores.to(torch.float32, copy=True)  # output_logits keeps the caller's
         for row, (t, random) in enumerate(zip(self._temperature, self._random, strict=True)):
             if t > 0:
                 noise = torch.from_numpy(random.gumbel(size=scores.shape[1])).float()

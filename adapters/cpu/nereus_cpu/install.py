@@ -43,7 +43,9 @@ def _register_rollout() -> None:
     # By name: nereus_cpu.rollout imports verl, and may be what is importing verl just now.
     from verl.workers.rollout import base, replica
 
-    expect(hasattr(base, "_ROLLOUT_REGISTRY"), "verl.workers.rollout.base._ROLLOUT_REGISTRY is gone")
+    expect(
+        hasattr(base, "_ROLLOUT_REGISTRY"), "verl.workers.rollout.base._ROLLOUT_REGISTRY is gone"
+    )
     base._ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "nereus_cpu.rollout.ServerAdapter"
 
     def load() -> Any:

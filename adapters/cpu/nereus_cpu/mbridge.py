@@ -24,7 +24,7 @@ def fused_name(name: str) -> str:
 
 
 def patch_layer_specs(llm_bridge: ModuleType) -> None:
-    """`mbridge.core.llm_bridge`: ask for local layers where mbridge asks for TransformerEngine's."""
+    """`mbridge.core.llm_bridge`: local layers where mbridge asks for TransformerEngine's."""
     name = "get_gpt_decoder_block_spec"
     expect(hasattr(llm_bridge, name), f"{llm_bridge.__name__}.{name} is missing")
     spec = getattr(llm_bridge, name)

@@ -34,7 +34,9 @@ def _device_module() -> types.ModuleType:
         "get_rng_state": lambda *args: torch.get_rng_state(),
         "set_rng_state": lambda state, *args: torch.set_rng_state(state),
     }
-    calls |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "ipc_collect"), constant(None))
+    calls |= dict.fromkeys(
+        ("set_device", "synchronize", "empty_cache", "ipc_collect"), constant(None)
+    )
     calls |= dict.fromkeys(
         ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
         constant(0),

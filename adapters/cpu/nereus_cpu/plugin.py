@@ -1,4 +1,4 @@
-"""Entry point `verl.plugins`: runs in every process that imports verl; inert without VERL_PLATFORM=cpu."""
+"""Entry point `verl.plugins`, run where verl is imported; inert without VERL_PLATFORM=cpu."""
 
 from __future__ import annotations
 

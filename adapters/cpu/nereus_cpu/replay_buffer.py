@@ -25,7 +25,7 @@ class OrderedReplayBuffer(ReplayBuffer):
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: set[str], batch_size: int
     ) -> Any:
-        # The trainer registers a step's prompts in dataset order; verl's stable sort by step keeps it.
+        # The trainer registers a step's prompts in dataset order; verl's stable sort keeps it.
         order = {uid: i for i, uid in enumerate(self.prompt_global_steps[partition_id])}
         uids, snapshot, steps = super()._select_prompt_uids(
             partition_id,

@@ -29,7 +29,7 @@ def server_name(replica_rank: int) -> str:
 
 
 class HFServer:
-    """Ray actor: one model, one queue; requests are completed in batches of at most max_num_seqs."""
+    """Ray actor: one model, one queue; requests are served in batches of at most max_num_seqs."""
 
     def __init__(self, config: Any, model_config: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,7 +55,7 @@ class HFServer:
             prompt_ids=list(prompt_ids),
             max_new_tokens=min(limit or self._config.response_length, self._config.response_length),
             temperature=float(params.get("temperature", 1.0)),
-            # Without agent_loop.SeededAgentLoop nobody gives a seed; the run is then not repeatable.
+            # Without agent_loop.SeededAgentLoop nobody gives a seed; the run is not repeatable.
             seed=params.get("seed", uuid.uuid4().int >> 64),
         )
 

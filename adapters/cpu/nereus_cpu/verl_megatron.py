@@ -32,9 +32,10 @@ def _seed_without_device_count(engine_module: Any) -> None:
 
 
 def _local_attention_mask() -> None:
-    # verl passes a [batch, tokens] padding mask, as TransformerEngine's attention takes it; Megatron's
-    # local attention wants [batch, 1, tokens, tokens]. Rows are padded at their end, so the causal
-    # mask, which local attention applies when given none, hides padding from every real token.
+    # verl passes a [batch, tokens] padding mask, as TransformerEngine's attention takes it;
+    # Megatron's local attention wants [batch, 1, tokens, tokens]. Rows are padded at their end, so
+    # the causal mask, which local attention applies when given none, hides padding from every real
+    # token.
     module: Any = importlib.import_module("megatron.core.transformer.dot_product_attention")
     expect(hasattr(module, "DotProductAttention"), f"{module.__name__} has no DotProductAttention")
     cls = module.DotProductAttention

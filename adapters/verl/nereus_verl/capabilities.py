@@ -360,6 +360,7 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
     }
     units = jobconfig.units(config)
     megatron = any(unit.strategy == "megatron" for unit in units.values())
+    coupled: tuple[frozenset[ModelStage], ...]
     if megatron:  # one parallel state in each process
         coupled = (frozenset(stage for name in units for stage in STAGES[name]),)
     else:

@@ -7,8 +7,9 @@ A schedule maps a training step to the layouts that hold from the end of that st
         5: {tp: 1, pp: 2}                                  # every unit
         10: {actor: {shard_size: 2}, critic: {ulysses: 2}} # unit by unit; the others stay
 
-The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1 (or off);
-`dp` left out takes the remaining ranks, and `sharding` left out is what the engine does.
+The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1; `dp` left
+out takes the remaining ranks; `sharding` and `sequence_parallel` left out are what verl's own
+settings make the engine do.
 """
 
 from __future__ import annotations
@@ -134,8 +135,24 @@ def _check_fields(layout: Mapping[str, Any], where: str) -> None:
             raise unknown_key(key, LAYOUT_FIELDS, where)
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineDefaults:
+    """What a unit's engine does where a plan says nothing.
+
+    optimizer_sharded: Megatron's distributed optimizer is on. sequence_parallel: with tp > 1.
+    """
+
+    optimizer_sharded: bool = True
+    sequence_parallel: bool = False
+
+
 def resolve_layout(
-    fields: Mapping[str, Any], *, backend: str, world_size: int, optimizer_sharded: bool, where: str
+    fields: Mapping[str, Any],
+    *,
+    backend: str,
+    world_size: int,
+    defaults: EngineDefaults,
+    where: str,
 ) -> Layout:
     """The layout that `fields` mean for an engine.
 
@@ -143,7 +160,7 @@ def resolve_layout(
         fields: layout fields as written in the schedule.
         backend: "fsdp2" or "megatron".
         world_size: ranks of the job; all of them take part.
-        optimizer_sharded: Megatron's distributed optimizer is on.
+        defaults: for what is left out.
         where: the setting that `fields` stand under, for error messages.
 
     Raises: SpecError naming `where`.
@@ -166,7 +183,9 @@ def resolve_layout(
         else:
             values.setdefault("sharding", "hsdp")
     else:
-        values.setdefault("sharding", "zero1" if optimizer_sharded else "none")
+        values.setdefault("sharding", "zero1" if defaults.optimizer_sharded else "none")
+        if values.get("tp", 1) > 1:
+            values.setdefault("sequence_parallel", defaults.sequence_parallel)
     try:
         layout = Layout.from_dict(values)
     except SpecError as error:
@@ -182,7 +201,7 @@ def resolve_layout(
 def plan_layouts(
     plan: Mapping[str, Any],
     *,
-    units: Mapping[str, bool],
+    units: Mapping[str, EngineDefaults],
     backend: str,
     world_size: int,
     where: str,
@@ -191,7 +210,7 @@ def plan_layouts(
 
     Args:
         plan: as checked by `NereusConfig`.
-        units: the job's units -> whether their optimizer state is sharded.
+        units: the job's units that can change.
 
     Raises: SpecError naming the setting.
     """
@@ -209,7 +228,7 @@ def plan_layouts(
             fields,
             backend=backend,
             world_size=world_size,
-            optimizer_sharded=units[unit],
+            defaults=units[unit],
             where=f"{where}.{unit}",
         )
     return out

@@ -17,7 +17,12 @@ class WorkersFailed(RuntimeError):
 
 
 def call_all(
-    workers: Sequence[Any], phase: str, function: Callable[..., Any], *args: Any, timeout_s: float
+    workers: Sequence[Any],
+    phase: str,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float,
+    hopeless: Callable[[Any], str] = lambda result: "",
 ) -> list[Any]:
     """Run `function(worker, *args)` in every worker process; results by rank.
 
@@ -25,6 +30,7 @@ def call_all(
         workers: Ray handles by rank.
         phase: what is being done, for error messages.
         timeout_s: for all of them together.
+        hopeless: why, after this result of one rank, the others need not be waited for; "" if not.
 
     Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
     """
@@ -45,6 +51,8 @@ def call_all(
                 raise WorkersFailed(f"rank {rank} failed in {phase!r}: {error.cause!r}") from error
             except RayError as error:
                 raise WorkersFailed(f"rank {rank} was lost in {phase!r}: {error}") from error
+            if reason := hopeless(results[rank]):
+                raise WorkersFailed(reason)
         if pending and time.monotonic() > deadline:
             ranks = ", ".join(str(r) for r in sorted(pending.values()))
             raise WorkersFailed(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_state, load_scalars
 from nereus_plugins.emu.described.torch_private import clear_sharding_cache
+from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
 from nereus_verl import rng, verl_private
 from nereus_verl.groups import GroupSet
@@ -120,14 +121,16 @@ class FsdpUnit:
             raise
         return BuiltFsdp(engine, layout, groups)
 
-    def switch(self, built: BuiltFsdp) -> BuiltFsdp:
+    def switch(self, built: BuiltUnit) -> BuiltFsdp:
+        assert isinstance(built, BuiltFsdp)
         ours, theirs = self._current.engine, built.engine
         ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
         previous = BuiltFsdp(theirs, self._current.layout, self._current.groups)
         self._current = BuiltFsdp(ours, built.layout, built.groups)
         return previous
 
-    def release(self, built: BuiltFsdp) -> None:
+    def release(self, built: BuiltUnit) -> None:
+        assert isinstance(built, BuiltFsdp)
         _empty(built.engine)
         built.groups.destroy()
         clear_sharding_cache()  # it may answer for other units with the groups just destroyed

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from nereus_plugins.gtg.journal import Journal
+from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage
@@ -83,12 +83,13 @@ class VerlJob:
         self._node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
         for answer in answers:
             built = {name: Layout.from_dict(f) for name, f in answer["layouts"].items()}
-            if built != self._layouts:
+            if any(not _same_ranks(built[name], self._layouts[name]) for name in self._layouts):
                 raise RuntimeError(
                     f"verl built {_listed(built)} on rank {answer['rank']}, its configuration "
                     f"says {_listed(self._layouts)}; give actor, critic and ref settings that "
                     "agree (Megatron: the same tensor and pipeline sizes)"
                 )
+        self._layouts = built
         self._records.write(
             RunRecord(
                 run_id=uuid.uuid4().hex,
@@ -155,6 +156,14 @@ class VerlJob:
     def layout(self, unit: str) -> Layout:
         return self._layouts[unit]
 
+    def data_parallelism_changed(self) -> bool:
+        """Whether a unit that trains has another dp than at the job's start."""
+        return any(
+            layout.dp != self.checked.layouts[name].dp
+            for name, layout in self._layouts.items()
+            if name != "ref"
+        )
+
     def at_boundary(self, step: int) -> TransitionRecord | None:
         """Run what is scheduled for the end of `step`; None if nothing is."""
         self._step = step
@@ -191,6 +200,8 @@ class VerlJob:
             except (WorkersFailed, TransitionFailed) as error:
                 run.outcome, run.reason = "failed", str(error)
                 self._records.write(run.record())
+                if run.journaled and self._epoch != run.epoch:
+                    self._journal.abort(epoch=run.epoch, reason=run.reason)
                 raise TransitionFailed(self._last_words(run)) from error
         record = run.record()
         self._records.write(record)
@@ -211,9 +222,17 @@ class VerlJob:
         if len(digests) != 1:
             self._call("abort", worker.abort)
             raise TransitionFailed(f"ranks prepared different schedules: {sorted(digests)}")
-        with run.timed("journal"):
-            after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
-            self._journal.commit(epoch=run.epoch, plan=after, digest=digests.pop(), step=self._step)
+        after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
+        try:
+            with run.timed("journal"):
+                self._journal.commit(
+                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step
+                )
+        except (OSError, JournalError, EpochError) as error:
+            self._call("abort", worker.abort)
+            run.outcome, run.reason = "aborted", f"the journal was not written: {error}"
+            return
+        run.journaled = True
         with run.timed("commit"):
             answers = self._call("commit", worker.commit)
         if run.aborted(answers):
@@ -229,7 +248,9 @@ class VerlJob:
 
     def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
         patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
-        return call_all(self._workers, phase, function, *args, timeout_s=patience)
+        return call_all(
+            self._workers, phase, function, *args, timeout_s=patience, hopeless=_lost_ranks
+        )
 
     def _budget(self) -> int | None:
         """Device bytes for old and new state on one rank; the same for all ranks."""
@@ -276,6 +297,15 @@ class VerlJob:
         }
 
 
+def _lost_ranks(answer: Any) -> str:
+    """Why the job cannot go on after a rank's answer, "" if it can."""
+    aborted = answer.get("aborted") if isinstance(answer, dict) else None
+    if not aborted or not aborted["lost_ranks"]:
+        return ""
+    lost = ", ".join(map(str, aborted["lost_ranks"]))
+    return f"rank(s) {lost} are dead or hung; {aborted['phase']}: {aborted['reason']}"
+
+
 class _Run:
     """One transition as the driver sees it, on its way to a record."""
 
@@ -286,6 +316,7 @@ class _Run:
         self.outcome = "committed"
         self.reason = ""
         self.digest = ""
+        self.journaled = False
         self.mode = "unchanged"
         self.units: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
@@ -294,16 +325,13 @@ class _Run:
         return _Timed(self.seconds, phase)
 
     def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the ranks gave up. Raises: TransitionFailed if ranks were lost or disagree."""
+        """Whether the ranks gave up. Raises: TransitionFailed if only some did."""
         given_up = [answer["aborted"] for answer in answers if "aborted" in answer]
         if not given_up:
             return False
         first = given_up[0]
         self.outcome = "aborted"
         self.reason = f"rank {first['rank']} in {first['phase']}: {first['reason']}"
-        lost = sorted({rank for entry in given_up for rank in entry["lost_ranks"]})
-        if lost:
-            raise TransitionFailed(f"rank(s) {lost} are dead or hung; {self.reason}")
         if len(given_up) != len(answers):
             raise TransitionFailed(f"only some ranks gave up: {self.reason}")
         return True
@@ -376,6 +404,11 @@ def say(text: str) -> None:
 
 def _listed(layouts: Mapping[str, Layout]) -> str:
     return ", ".join(f"{name} {layout}" for name, layout in layouts.items())
+
+
+def _same_ranks(a: Layout, b: Layout) -> bool:
+    """Whether state is cut alike; sequence parallelism cuts activations only."""
+    return dataclasses.replace(a, sequence_parallel=b.sequence_parallel and a.tp > 1) == b
 
 
 def _versions() -> dict[str, str]:

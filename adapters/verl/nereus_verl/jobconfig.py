@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereus_plugins.spec import Layout, SpecError
+from nereus_verl.config import EngineDefaults
 
 STRATEGY_ENGINE = {"fsdp2": "fsdp", "megatron": "megatron"}
 
@@ -73,6 +74,19 @@ def _unit(config: Mapping[str, Any], name: str, section: str, model: str) -> Uni
     return UnitConfig(name, section, strategy, engine, model)
 
 
+def engine_defaults(config: Mapping[str, Any], unit: UnitConfig) -> EngineDefaults:
+    """What `unit`'s engine does where a plan says nothing."""
+    path = unit.engine_path
+    # mbridge turns sequence parallelism on with tp > 1, whatever verl's own setting says.
+    vanilla = bool(select(config, f"{path}.vanilla_mbridge", False))
+    default = True if vanilla else select(config, f"{path}.sequence_parallel", True)
+    override = f"{path}.override_transformer_config.sequence_parallel"
+    return EngineDefaults(
+        optimizer_sharded=bool(select(config, f"{path}.use_distributed_optimizer", True)),
+        sequence_parallel=bool(select(config, override, default)),
+    )
+
+
 def start_layout(config: Mapping[str, Any], unit: UnitConfig) -> Layout:
     """The layout that verl builds `unit` with. Raises: SpecError naming the setting."""
     world = world_size(config)
@@ -85,16 +99,13 @@ def start_layout(config: Mapping[str, Any], unit: UnitConfig) -> Layout:
         _check_divides(
             unit, "tensor_model_parallel_size * pipeline_model_parallel_size", tp * pp, world
         )
-        sharded = bool(select(config, f"{unit.engine_path}.use_distributed_optimizer", True))
-        override = f"{unit.engine_path}.override_transformer_config.sequence_parallel"
-        vanilla = bool(select(config, f"{unit.engine_path}.vanilla_mbridge", False))
-        default = True if vanilla else select(config, f"{unit.engine_path}.sequence_parallel", True)
+        defaults = engine_defaults(config, unit)
         return Layout(
             tp=tp,
             pp=pp,
             dp=world // (tp * pp),
-            sequence_parallel=tp > 1 and bool(select(config, override, default)),
-            sharding="zero1" if sharded else "none",
+            sequence_parallel=tp > 1 and defaults.sequence_parallel,
+            sharding="zero1" if defaults.optimizer_sharded else "none",
         )
     size, ulysses = number("fsdp_size", -1), number("ulysses_sequence_parallel_size", 1)
     _check_divides(unit, "ulysses_sequence_parallel_size", ulysses, world)

@@ -26,6 +26,7 @@ from nereus_plugins.emu.described.megatron import (
     load_scalars,
 )
 from nereus_plugins.emu.described.megatron_private import clear_rotary_caches, drop_ddp_hooks
+from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.gtg.scalars import RNG, derived_seed
 from nereus_plugins.spec import Layout
 from nereus_verl import rng, verl_private
@@ -170,7 +171,8 @@ class MegatronUnit:
             raise
         return BuiltMegatron(self.name, engine, layout, world, self._process)
 
-    def switch(self, built: BuiltMegatron) -> BuiltMegatron:
+    def switch(self, built: BuiltUnit) -> BuiltMegatron:
+        assert isinstance(built, BuiltMegatron)
         ours, theirs = self._current.engine, built.engine
         ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
         previous, process = self._current, self._process
@@ -178,7 +180,8 @@ class MegatronUnit:
         process.committed(built.world)
         return BuiltMegatron(self.name, theirs, previous.layout, previous.world, process)
 
-    def release(self, built: BuiltMegatron) -> None:
+    def release(self, built: BuiltUnit) -> None:
+        assert isinstance(built, BuiltMegatron)
         _empty(built.engine)
         self._process.give_back(built.world)
         engine = self.engine

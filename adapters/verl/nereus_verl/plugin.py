@@ -43,7 +43,7 @@ def _fail_jobs_that_ask(trainers: ModuleType, cause: Exception) -> None:
     from verl.trainer.ppo.v1 import trainer_base
 
     def failing(base: type) -> type:
-        class FailingTrainer(base):  # type: ignore[misc]
+        class FailingTrainer(base):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 config = kwargs.get("config", args[0] if args else None) or {}
                 if (config.get("nereus") or {}).get("enable"):
@@ -60,5 +60,22 @@ def _fail_jobs_that_ask(trainers: ModuleType, cause: Exception) -> None:
         trainer_base.TRAINER_REGISTRY[mode] = failing(trainer)
 
 
+def refuse_legacy(main_ppo_v0: Any) -> None:
+    """Called with verl's legacy entry, which trains without any of the hooks used here."""
+    validate = main_ppo_v0.validate_config
+
+    def validate_config(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None) or {}
+        if (config.get("nereus") or {}).get("enable"):
+            raise NereusLoadError(
+                "nereus.enable is true, but this is verl's legacy trainer, which Nereus cannot "
+                "hook; set trainer.use_v1=True, or nereus.enable=false"
+            )
+        return validate(*args, **kwargs)
+
+    main_ppo_v0.validate_config = validate_config
+
+
 after_import("omegaconf", register_resolver)
 after_import(TRAINERS, load_trainer)
+after_import("verl.trainer.main_ppo_v0", refuse_legacy)

@@ -65,7 +65,10 @@ def run(config: Mapping[str, Any]) -> Preflight:
         where = f"nereus.schedule.{step}"
         targets[step] = plan_layouts(
             plan,
-            units={name: _sharded(config, units[name]) for name in capabilities.changeable(config)},
+            units={
+                name: jobconfig.engine_defaults(config, unit)
+                for name, unit in capabilities.changeable(config).items()
+            },
             backend=units["actor"].strategy,
             world_size=jobconfig.world_size(config),
             where=where,
@@ -73,10 +76,6 @@ def run(config: Mapping[str, Any]) -> Preflight:
         capabilities.check_targets(config, models, current, targets[step], where)
         current.update(targets[step])
     return Preflight(nereus, config, units, models, layouts, targets, _run_dir(nereus, config))
-
-
-def _sharded(config: Mapping[str, Any], unit: UnitConfig) -> bool:
-    return bool(select(config, f"{unit.engine_path}.use_distributed_optimizer", True))
 
 
 def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:

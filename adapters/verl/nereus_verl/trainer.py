@@ -6,19 +6,21 @@ and nothing else; importing this module is what the plugin does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
-from nereus_verl import jobconfig, preflight
+from nereus_verl import jobconfig, minibatches, preflight, verl_private
 from nereus_verl.job import VerlJob
 
 RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
@@ -31,6 +33,7 @@ class NereusTrainer(PPOTrainerSync):
         self._checked = _check(config)
         self._job: VerlJob | None = None
         self._transition: TransitionRecord | None = None
+        self._critic_order: list[int] | None = None
         super().__init__(config)
 
     def on_init_end(self) -> None:
@@ -61,6 +64,35 @@ class NereusTrainer(PPOTrainerSync):
             for name, unit in job.checked.units.items():
                 for path, value in jobconfig.layout_settings(unit, job.layout(name)).items():
                     OmegaConf.update(self.config, path, value)
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """verl's balancing, such that every optimizer step still sees the same samples."""
+        job = self._job
+        self._critic_order = None
+        if job is None or not job.data_parallelism_changed():
+            return super()._balance_batch(batch, metrics, *args, **kwargs)
+        start = job.checked.layouts["actor"].dp
+        with verl_private.dispatched_over(self.actor_rollout_wg, "actor", start):
+            batch = super()._balance_batch(batch, metrics, *args, **kwargs)
+        orders = {
+            unit: _order(job, unit, batch)
+            for unit in ("actor", "critic")
+            if unit in job.checked.units
+        }
+        if "critic" in orders and orders["critic"] != orders["actor"]:
+            self._critic_order = minibatches.compose(orders["actor"], orders["critic"])
+        batch.reorder(orders["actor"])
+        return batch
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        order = self._critic_order
+        if order is None:
+            return super()._update_critic(batch, metrics)
+        batch.reorder(order)
+        try:
+            return super()._update_critic(batch, metrics)
+        finally:
+            batch.reorder(minibatches.compose(order, range(len(order))))
 
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()
@@ -106,6 +138,23 @@ def _check(config: DictConfig) -> preflight.Preflight | None:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     return preflight.run(plain)
+
+
+def _order(job: VerlJob, unit: str, batch: Any) -> list[int]:
+    """The order of the balanced batch in which `unit` makes the mini-batches of the job's start."""
+    config = job.checked.config
+    mini = int(jobconfig.select(config, f"{job.checked.units[unit].section}.ppo_mini_batch_size"))
+    mini *= int(jobconfig.select(config, "actor_rollout_ref.rollout.n", 1))
+    lengths = torch.tensor([tag["seq_len"] for tag in batch.tags], dtype=torch.int64)
+    workload = calculate_workload(lengths)
+
+    def balance(positions: Sequence[int], parts: int) -> list[list[int]]:
+        loads = workload[torch.tensor(positions)]
+        split = get_seqlen_balanced_partitions(loads, k_partitions=parts, equal_size=True)
+        return [[positions[i] for i in part] for part in split]
+
+    old, new = job.checked.layouts[unit].dp, job.layout(unit).dp
+    return minibatches.order(len(lengths), mini, old, new, balance)
 
 
 def _step_record(
@@ -163,4 +212,17 @@ def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[st
     return out
 
 
-trainer_base.TRAINER_REGISTRY["sync"] = NereusTrainer
+def _refusing(trainer: type) -> type:
+    """`trainer`, except that it does not start a job that asks for Nereus."""
+
+    class WithoutNereus(trainer):
+        def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+            _check(config)
+            super().__init__(config, *args, **kwargs)
+
+    WithoutNereus.__name__ = WithoutNereus.__qualname__ = trainer.__name__
+    return WithoutNereus
+
+
+for _mode, _trainer in list(trainer_base.TRAINER_REGISTRY.items()):
+    trainer_base.TRAINER_REGISTRY[_mode] = NereusTrainer if _mode == "sync" else _refusing(_trainer)

@@ -57,6 +57,19 @@ def forget_dispatch(worker_group: Any) -> None:
     worker_group._collect_info.clear()
 
 
+@contextmanager
+def dispatched_over(worker_group: Any, mesh: str, dp: int) -> Iterator[None]:
+    """Inside, verl's driver takes `mesh` to have `dp` data-parallel ranks; for planning only."""
+    info = worker_group._dispatch_info
+    before = dict(info)
+    info[mesh] = list(range(dp))
+    try:
+        yield
+    finally:
+        info.clear()
+        info.update(before)
+
+
 def workers_of(worker_group: Any) -> list[Any]:
     """Ray handles of the group's processes, by rank."""
     return list(worker_group._workers)

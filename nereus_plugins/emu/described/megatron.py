@@ -162,10 +162,11 @@ def free_gradients(
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """The model inside Megatron's DDP and Float16Module wrappers."""
-    while not hasattr(chunk, "decoder") and isinstance(
-        getattr(chunk, "module", None), torch.nn.Module
-    ):
-        chunk = chunk.module
+    while not hasattr(chunk, "decoder"):
+        inner = getattr(chunk, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            break
+        chunk = inner
     return chunk
 
 

@@ -62,7 +62,7 @@ def tied_weights_group(dp_cp_group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def sharded_model_state(
-    model: torch.nn.Module, dp_cp_group: dist.ProcessGroup
+    model: Any, dp_cp_group: dist.ProcessGroup
 ) -> tuple[list[ShardedParam], list[ShardedObject]]:
     """Boxes of one model chunk, as `sharded_state_dict` gives them, and what is not a tensor.
 
@@ -94,7 +94,7 @@ def owned_range(optimizer: Any, param: torch.nn.Parameter) -> tuple[int, int] | 
     return found.start, found.end
 
 
-def drop_ddp_hooks(ddp: torch.nn.Module) -> None:
+def drop_ddp_hooks(ddp: Any) -> None:
     """Break the cycle through autograd's C++ nodes that keeps a DDP-wrapped model alive for ever.
 
     Megatron's DDP hooks each parameter's AccumulateGrad node and keeps the nodes; Python's garbage

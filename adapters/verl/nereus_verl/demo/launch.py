@@ -1,4 +1,4 @@
-"""Starts verl's own `main_ppo` on CPU as a subprocess: used by the demo, the recipes and the tests."""
+"""Starts verl's own `main_ppo` on CPU as a subprocess: for the demo, the recipes and the tests."""
 
 from __future__ import annotations
 
@@ -90,10 +90,7 @@ class JobResult:
 
 def overrides(job: Job, work_dir: Path, ray_dir: Path) -> list[str]:
     """The Hydra overrides of `job`. ray_dir: a short path, as Ray's sockets lie deep below it."""
-    if job.engine == "fsdp2":
-        engine = _fsdp2_overrides(job)
-    else:
-        engine = _megatron_overrides(job)
+    engine = _fsdp2_overrides(job) if job.engine == "fsdp2" else _megatron_overrides(job)
     arl = "actor_rollout_ref"
     rows = job.batch_prompts * job.samples_per_prompt
     common = {
@@ -187,6 +184,8 @@ def _fsdp2_overrides(job: Job) -> list[str]:
             f"{engine}.model_dtype=fp32",
             f"{engine}.dtype=float32",
             f"{engine}.seed={job.seed}",
+            # Otherwise nothing seeds the critic's new value head.
+            f"{engine}.full_determinism=True",
         ]
     return out
 
@@ -317,7 +316,7 @@ def run(
         process.wait()
     finally:
         timer.cancel()
-        _end_session(process, ray_dir)
+        end_session(process, ray_dir)
     return JobResult(process.returncode, log, read_metrics(metrics))
 
 
@@ -329,7 +328,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 
-def _end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
+def end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
     """Ends what is left of the job: its own session, and the Ray processes of its own directory."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -337,9 +336,10 @@ def _end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
     marker = str(ray_dir).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # Ray's workers are named by Ray, but carry the directory in their environment or arguments.
-            if marker in (entry / "cmdline").read_bytes() or marker in (
-                entry / "environ"
-            ).read_bytes():
+            # Ray names its workers, but they carry the directory in environment or arguments.
+            if (
+                marker in (entry / "cmdline").read_bytes()
+                or marker in (entry / "environ").read_bytes()
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(ray_dir, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A model and a task small enough for a CPU: random weights, a byte-level tokenizer, a rule for reward."""
+"""A model and a task small enough for a CPU: random weights, a tokenizer of bytes, prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ class Task:
 
 
 def make_task(
-    directory: Path, *, layers: int = 4, hidden: int = 64, tied_embeddings: bool = False, seed: int = 0
+    directory: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    tied_embeddings: bool = False,
+    seed: int = 0,
 ) -> Task:
     """Makes model, tokenizer and prompts in `directory`; equal arguments give equal bytes."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -47,7 +52,7 @@ def make_task(
 
 
 def _save_tokenizer(model_dir: Path) -> int:
-    """One token a byte, no merges, so that a newline is one token too. Returns the vocabulary's size."""
+    """One token a byte (verl wants a newline to be one). Returns the vocabulary's size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,123 @@
+"""verl's engines as elastic units: state, gradients, exported weights and groups over transitions.
+
+All in fp32, so that two layouts differ by the order of sums only.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nereus_plugins.spec import Layout
+from tests.dist.spawn import run_ranks
+
+# Not imported here: a rank imports this module before it says which platform verl is to use.
+pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="needs verl")
+
+FSDP = Layout(dp=4, sharding="fsdp")
+PATHS = {
+    "fsdp2": [
+        FSDP,
+        Layout(dp=4, sharding="hsdp", shard_size=2),
+        Layout(dp=2, ulysses=2, sharding="fsdp"),
+        Layout(dp=2, ulysses=2, sharding="hsdp", shard_size=1),
+    ],
+    "megatron": [
+        Layout(tp=2, pp=2, sharding="zero1"),
+        Layout(pp=2, dp=2, sharding="zero1"),
+        Layout(dp=4, sharding="zero1"),
+        Layout(tp=2, dp=2, sharding="zero1"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nereus_verl.demo.task import make_task
+
+    return make_task(tmp_path_factory.mktemp("verl")).model_dir
+
+
+def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
+    from tests.dist import verl_engines as ve
+
+    ve.on_cpu()
+    from nereus_verl.groups import registered_count
+
+    engines = {role: ve.build(kind, model, role, path[0]) for role in ("actor", "critic", "ref")}
+    units = ve.make_units(kind, engines)
+    transition = ve.make_transition(units)
+    trained = ("actor", "critic")
+    for seed in range(2):
+        for role in trained:
+            ve.train(engines[role], seed)
+    start = ve.take(units)
+    weights = {role: ve.exported(engines[role]) for role in engines}
+    groups = registered_count()
+
+    for role in trained:
+        ve.train(engines[role], 9)
+    never_moved = ve.take(units)
+
+    out: dict[str, Any] = {"gradients": {}, "groups": [groups]}
+    for layout in path[1:]:
+        ve.restore(units, start)
+        ve.move(transition, layout)
+        assert [unit.layout() for unit in units.values()] == [layout] * 3
+        for role in engines:
+            assert engines[role] is units[role].engine
+            moved = ve.exported(engines[role])
+            assert moved.keys() == weights[role].keys()
+            assert all(moved[key].equal(weights[role][key]) for key in moved), role
+        out["groups"].append(registered_count())
+        # There and back without a step: bitwise what never moved.
+        ve.move(transition, path[0])
+        for role in trained:
+            ve.train(engines[role], 9)
+        _assert_same(ve.take(units), never_moved)
+        # A step in the new layout: the same gradient up to the order of sums.
+        ve.restore(units, start)
+        ve.move(transition, layout)
+        for role in trained:
+            ve.train(engines[role], 9)
+        ve.move(transition, path[0])
+        for role in trained:
+            out["gradients"][f"{role} {layout}"] = _gradient_error(
+                ve.take(units)[role], never_moved[role], start[role]
+            )
+    out["groups"].append(registered_count())
+    return out
+
+
+def _assert_same(a: Any, b: Any) -> None:
+    for name in b:
+        assert len(a[name].shards) == len(b[name].shards)
+        for x, y in zip(a[name].shards, b[name].shards, strict=True):
+            assert (x.name, x.box) == (y.name, y.box)
+            assert x.view.equal(y.view), f"{name} {x.name} {x.box}"
+        assert a[name].scalars == b[name].scalars
+
+
+def _gradient_error(found: Any, wanted: Any, before: Any) -> float:
+    """Largest difference of the gradient, relative to its largest element.
+
+    Adam's first moment is m' = b m + (1 - b) g, from equal m: its change is the gradient's.
+    """
+    worst = largest = 0.0
+    for x, y, z in zip(found.shards, wanted.shards, before.shards, strict=True):
+        if x.name.startswith("exp_avg/"):
+            worst = max(worst, float((x.view - y.view).abs().max()))
+            largest = max(largest, float((y.view - 0.9 * z.view).abs().max()))
+    return worst / largest
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "megatron"])
+def test_units_over_layouts(kind: str, model: Path) -> None:
+    results = run_ranks(_over_layouts, 4, kind, model, PATHS[kind], timeout_s=400)
+    for result in results:
+        # fp32 sums in another order: a few hundred terms at 6e-8 each.
+        assert max(result["gradients"].values()) < 1e-4, result["gradients"]
+        assert result["groups"][0] == result["groups"][-1], result["groups"]

@@ -1,0 +1,200 @@
+"""verl's own engines on a few gloo ranks, without Ray: built, trained on made-up batches, moved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus_plugins.emu import snapshot
+from nereus_plugins.emu.described import DescribedUnit
+from nereus_plugins.emu.unit import ElasticUnit
+from nereus_plugins.gtg.execute import RankTransition, TransitionOptions
+from nereus_plugins.spec import Layout
+from nereus_plugins.transport.control import Control
+
+SEQUENCES = 8
+
+
+def on_cpu() -> None:
+    """Call first: verl's plugins, and with them the CPU platform, load with verl."""
+    os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", TORCHDYNAMO_DISABLE="1")
+    import verl.workers.engine  # noqa: F401
+
+
+def build(kind: str, model: Path, role: str, layout: Layout) -> Any:
+    """An initialised engine in fp32. role: "actor", "critic" or "ref"."""
+    from nereus_cpu.attention import NAME
+    from nereus_verl.verl_private import set_config
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import (
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        McoreEngineConfig,
+        McoreOptimizerConfig,
+    )
+    from verl.workers.engine import EngineRegistry
+
+    packed = kind == "fsdp2"
+    model_config = HFModelConfig(
+        path=str(model),
+        use_remove_padding=packed,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": NAME if packed else "sdpa"},
+    )
+    model_config.model_type = "value_model" if role == "critic" else "language_model"
+    common: dict[str, Any] = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "infer_micro_batch_size_per_gpu": 2,
+        "use_remove_padding": packed,
+        "forward_only": role == "ref",
+    }
+    optimizer = {"lr": 1e-3, "total_training_steps": 20, "lr_warmup_steps": 5}
+    torch.manual_seed(7)  # the critic's head is not in the pretrained weights
+    if packed:
+        engine_config = FSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=False,
+            model_dtype="fp32",
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+            fsdp_size=layout.shard_size or -1,
+            ulysses_sequence_parallel_size=layout.ulysses,
+            **common,
+        )
+        optimizer_config = FSDPOptimizerConfig(**optimizer)
+    else:
+        engine_config = McoreEngineConfig(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            sequence_parallel=False,
+            vanilla_mbridge=True,
+            override_transformer_config={
+                "sequence_parallel": False,
+                "attention_backend": "local",
+                "gradient_accumulation_fusion": False,
+                "masked_softmax_fusion": False,
+                "bias_activation_fusion": False,
+                "apply_rope_fusion": False,
+                "persist_layer_norm": False,
+                "bias_dropout_fusion": False,
+                "use_cpu_initialization": True,
+            },
+            **common,
+        )
+        # verl offers bf16 and fp16 only; in fp32 two layouts can be compared closely.
+        set_config(engine_config, dtype="float32")
+        optimizer_config = McoreOptimizerConfig(**optimizer)
+    engine = EngineRegistry.new(
+        model_type=model_config.model_type,
+        backend=engine_config.strategy,
+        model_config=model_config,
+        engine_config=engine_config,
+        optimizer_config=optimizer_config,
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def make_units(kind: str, engines: dict[str, Any]) -> dict[str, ElasticUnit]:
+    if kind == "fsdp2":
+        from nereus_verl.fsdp_unit import FsdpUnit
+
+        return {name: FsdpUnit(name, engine) for name, engine in engines.items()}
+    from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
+
+    process = MegatronProcess(next(iter(engines.values())))
+    return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
+
+
+def make_transition(units: dict[str, ElasticUnit]) -> RankTransition:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    control = Control(rank, world, timeout_s=60)
+    options = TransitionOptions(timeout_s=60)
+    return RankTransition(units, rank=rank, world=world, control=control, options=options)
+
+
+def move(transition: RankTransition, layout: Layout) -> None:
+    transition.prepare(dict.fromkeys(transition.units, layout), transition.epoch + 1)
+    transition.commit()
+    transition.release()
+
+
+def batch(engine: Any, seed: int) -> Any:
+    """This data-parallel rank's part of a global batch of `SEQUENCES` made-up sequences."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(6, 20, (SEQUENCES,), generator=draw).tolist()
+    rows = [torch.randint(3, 250, (length,), generator=draw) for length in lengths]
+    share = SEQUENCES // engine.get_data_parallel_size()
+    first = engine.get_data_parallel_rank() * share
+    mine = rows[first : first + share]
+
+    def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+    data = TensorDict(
+        {
+            "input_ids": nested(mine),
+            "position_ids": nested([torch.arange(len(row)) for row in mine]),
+            "loss_mask": nested([torch.ones(len(row)) for row in mine]),
+        },
+        batch_size=len(mine),
+    )
+    packed = hasattr(engine, "ulysses_device_mesh")
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        use_remove_padding=packed,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=2,
+        global_batch_size=SEQUENCES,
+        calculate_entropy=False,
+    )
+    return data
+
+
+def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Likelihood, or distance of values to 0.3, per token of the global batch as verl's losses."""
+    if "values" in model_output:
+        per_token = (_flat(model_output["values"]).float() - 0.3) ** 2
+    else:
+        # The last token of a sequence is scored against the next sequence's first: leave it out.
+        mask = torch.cat(
+            [torch.tensor([1.0] * (n - 1) + [0.0]) for n in data["input_ids"].offsets().diff()]
+        )
+        per_token = -_flat(model_output["log_probs"]).float() * mask
+    return per_token.sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    return values.values() if values.is_nested else values
+
+
+def train(engine: Any, seed: int) -> None:
+    with engine.train_mode():
+        engine.train_batch(batch(engine, seed), loss)
+    engine.lr_scheduler_step()
+
+
+def exported(engine: Any) -> dict[str, torch.Tensor]:
+    """What the rollout would get: whole tensors under Hugging Face names."""
+    return {name: t.detach().clone() for name, t in engine.get_per_tensor_param()[0]}
+
+
+def restore(units: dict[str, ElasticUnit], saved: dict[str, DescribedUnit]) -> None:
+    """Put this rank's own snapshots back, in the layout they were taken in."""
+    for name, unit in units.items():
+        snapshot.restore({0: saved[name]}, unit.described())
+        unit._current.load_scalars(saved[name].scalars)  # type: ignore[attr-defined]
+
+
+def take(units: dict[str, ElasticUnit]) -> dict[str, DescribedUnit]:
+    return {name: snapshot.take(unit.described()) for name, unit in units.items()}
