@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from nereus_plugins.spec import (
     WorkloadSpec,
 )
 
+from .calibration import Calibration
 from .estimate import estimate
 from .explain import cluster_of, explanation, table, to_dict
 from .job import ALGORITHMS, BACKENDS, JobSpec
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         ("workload", "batch and lengths"),
     ):
         files.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    p.add_argument("--calibration", type=Path, metavar="FILE", help="saved by nereus calibrate")
     job = p.add_argument_group("job")
     job.add_argument("--model", help="name of a model that ships, or path of its config.json")
     job.add_argument("--critic", help="critic model (ppo); default: the actor's shape")
@@ -102,8 +105,6 @@ def read_model(name: str, *, value_head: bool = False) -> ModelSpec:
         )
     if not value_head:
         return shape.model
-    import dataclasses
-
     return dataclasses.replace(shape.model, value_head=True, tied_embeddings=False)
 
 
@@ -212,7 +213,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         job = job_from(args)
         cluster = cluster_from(args)
-        result = estimate(job, plan_from(args, job, cluster), cluster, workload_from(args))
+        learned = Calibration.load(args.calibration) if args.calibration else None
+        plan = plan_from(args, job, cluster)
+        result = estimate(job, plan, cluster, workload_from(args), learned)
     except (SpecError, OSError) as error:
         print(f"nereus estimate: {error}", file=sys.stderr)
         return 2

@@ -60,11 +60,11 @@ TENSOR_S = 0.7e-3
 
 
 class Calibration(Protocol):
-    """What a running job has taught: factors on a stage's seconds and peak bytes."""
+    """What a running job has taught (see calibration.py): what to expect of a stage."""
 
-    def time_factor(self, stage: ModelStage) -> float: ...
+    def seconds(self, stage: ModelStage, assignment: Assignment, predicted_s: float) -> float: ...
 
-    def memory_factor(self, stage: ModelStage) -> float: ...
+    def bytes(self, stage: ModelStage, assignment: Assignment, predicted_bytes: float) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +292,8 @@ def estimate(
 
     if calibration is not None:
         for stage in wanted:
-            factor = calibration.time_factor(stage)
+            alone = sum(p.value for p in times[stage])
+            factor = calibration.seconds(stage, plan.assignments[stage], alone) / alone
             times[stage] = tuple(
                 dataclasses.replace(p, value=p.value * factor) for p in times[stage]
             )
@@ -308,7 +309,7 @@ def estimate(
         if peak is not None:
             parts, own, reserved = peak.parts, peak.allocated_bytes, peak.reserved_bytes
         if calibration is not None:
-            factor = calibration.memory_factor(stage)
+            factor = calibration.bytes(stage, plan.assignments[stage], own) / own
             own, reserved = own * factor, reserved * factor
         held = reserved + beside + OUTSIDE_TORCH_BYTES
         stages[stage] = StageEstimate(

@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 
-from nereus_plugins.spec import ModelStage
+from nereus_plugins.spec import Assignment, ModelStage
 
 from .software import Software
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatFactors:
-    """The same factor on every stage: a calibration of one measured iteration."""
+class FlatFactor:
+    """The same factor on every stage's seconds: a calibration of one measured iteration."""
 
-    seconds: float = 1.0
-    bytes: float = 1.0
+    factor: float = 1.0
 
-    def time_factor(self, stage: ModelStage) -> float:
-        return self.seconds
+    def seconds(self, stage: ModelStage, assignment: Assignment, predicted_s: float) -> float:
+        return self.factor * predicted_s
 
-    def memory_factor(self, stage: ModelStage) -> float:
-        return self.bytes
+    def bytes(self, stage: ModelStage, assignment: Assignment, predicted_bytes: float) -> float:
+        return predicted_bytes
 
 
 # fitted: one row, NeMo-RL v0.5, Qwen3-32B, on policy, 32 H100, bf16: data movement, offload and
 # logging of its driver, that no stage's formula has.
-NEMO_RL = FlatFactors(seconds=1.22)
+NEMO_RL = FlatFactor(1.22)
 
 # Mean attended length over the packed length in prime-rl's generated data (sequences of random
 # length packed to seq_len); 1 would be one sequence.

@@ -229,11 +229,11 @@ def test_a_longer_tail_costs_generation_time() -> None:
 
 def test_calibration_scales_time_and_memory() -> None:
     class Twice:
-        def time_factor(self, stage: ModelStage) -> float:
-            return 2.0 if stage is S.ACTOR_TRAIN else 1.0
+        def seconds(self, stage: ModelStage, assignment: Assignment, predicted_s: float) -> float:
+            return 2.0 * predicted_s if stage is S.ACTOR_TRAIN else predicted_s
 
-        def memory_factor(self, stage: ModelStage) -> float:
-            return 1.1
+        def bytes(self, stage: ModelStage, assignment: Assignment, predicted_bytes: float) -> float:
+            return 1.1 * predicted_bytes
 
     job = JobSpec(read_model("qwen2.5-1.5b"), algorithm="sft", reference=False)
     plan = GlobalPlan(

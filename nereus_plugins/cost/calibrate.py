@@ -1,0 +1,143 @@
+"""`nereus calibrate`: learn from the log of a run that has already happened.
+
+Reads verl's console log (its lines `step:12 - actor/entropy:0.2 - timing_s/gen:62.9 - ...`) or a
+CSV with the same names as columns. Every step is estimated with its own lengths, compared with what was
+measured, and taught to the calibration, which is saved for `nereus estimate --calibration`.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError, WorkloadSpec
+
+from . import cli
+from .calibration import Calibration
+from .estimate import estimate
+
+# verl's timers, by the stage that they are part of.
+TIMERS: dict[ModelStage, tuple[str, ...]] = {
+    ModelStage.ACTOR_GENERATE: ("timing_s/gen",),
+    ModelStage.REF_LOGPROB: ("timing_s/ref",),
+    ModelStage.CRITIC_VALUES: ("timing_s/values",),
+    ModelStage.CRITIC_TRAIN: ("timing_s/update_critic",),
+    ModelStage.ACTOR_TRAIN: ("timing_s/update_actor", "timing_s/old_log_prob"),
+}
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_STEP = re.compile(r"\bstep:(\d+)\s+-\s+(.*)")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_VALUE = re.compile(rf"([\w./@-]+):(?:np\.float\d+\()?({_NUMBER})\)?")
+
+
+def read_log(path: str | Path) -> Iterator[dict[str, float]]:
+    """Each step's metrics, in the order of the file; steps without timers are left out.
+
+    Raises: OSError if the file cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                values = {k: _number(v) for k, v in row.items() if k}
+                yield {k: v for k, v in values.items() if v is not None}
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            match = _STEP.search(_ANSI.sub("", line))
+            if match:
+                values = {k: float(v) for k, v in _VALUE.findall(match[2])}
+                if any(k.startswith("timing_s/") for k in values):
+                    yield {"step": float(match[1]), **values}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def measured_seconds(metrics: Mapping[str, float]) -> dict[ModelStage, float]:
+    """Seconds of each stage whose main timer the step has."""
+    out = {}
+    for stage, timers in TIMERS.items():
+        total = sum(metrics.get(timer, 0.0) for timer in timers)
+        if timers[0] in metrics and total > 0:
+            out[stage] = total
+    return out
+
+
+def step_workload(base: WorkloadSpec, metrics: Mapping[str, float]) -> WorkloadSpec | None:
+    """The workload with this step's lengths; None where the log has none.
+
+    Lengths are rounded to 3 %, so that steps alike are estimated once.
+    """
+    response, prompt = metrics.get("response_length/mean"), metrics.get("prompt_length/mean")
+    if not response:
+        return None
+    longest = metrics.get("response_length/max", response)
+
+    def rounded(value: float) -> int:
+        return max(1, round(1.03 ** round(math.log(value) / math.log(1.03))))
+
+    sigma = base.response_tokens.sigma or 0.6
+    # The median that has this mean, the cut at the longest neglected.
+    median = rounded(response) / math.exp(sigma * sigma / 2)
+    return dataclasses.replace(
+        base,
+        prompt_tokens=LengthDistribution.fixed(rounded(prompt or 1.0)),
+        response_tokens=LengthDistribution.lognormal(
+            max(1.0, median), sigma, max_tokens=max(rounded(longest), rounded(response))
+        ),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0 learned, 1 the log has nothing to learn from, 2 wrong usage or bad input."""
+    parser = cli.parser()
+    parser.prog = "nereus calibrate"
+    parser.description = __doc__.splitlines()[0] if __doc__ else None
+    parser.epilog = None
+    parser.add_argument("log", type=Path, help="verl console log, or CSV of its metrics")
+    parser.add_argument("--out", type=Path, required=True, help="where the calibration is saved")
+    args = parser.parse_args(arguments)
+    learned = Calibration()
+    steps = outliers = 0
+    try:
+        job, cluster = cli.job_from(args), cli.cluster_from(args)
+        plan, base = cli.plan_from(args, job, cluster), cli.workload_from(args)
+        cache: dict[WorkloadSpec, dict[ModelStage, float]] = {}
+        for metrics in read_log(args.log):
+            workload, measured = step_workload(base, metrics), measured_seconds(metrics)
+            if workload is None or not measured:
+                continue
+            if workload not in cache:
+                result = estimate(job, plan, cluster, workload)
+                cache[workload] = {s: e.seconds for s, e in result.stages.items()}
+            outliers += len(learned.observe(plan.assignments, cache[workload], measured))
+            steps += 1
+        if not steps:
+            print(
+                f"nereus calibrate: {args.log} has no step with timing_s/... and "
+                "response_length/mean",
+                file=sys.stderr,
+            )
+            return 1
+        learned.save(args.out)
+    except (SpecError, OSError) as error:
+        print(f"nereus calibrate: {error}", file=sys.stderr)
+        return 2
+    print(f"{steps} steps, {outliers} outlying stage times; saved to {args.out}")
+    for (stage, layout), known in learned.seconds_filters.items():
+        print(
+            f"  {stage!s:15} {layout!s:24} measured / predicted {known.ratio:.2f}, "
+            f"noise {100 * known.noise:.1f} %"
+        )
+    return 0
