@@ -10,7 +10,7 @@ from nereus_verl.demo.task import make_task
 
 TIMEOUT_S = 400.0
 # Measurements of time and memory, and what Nereus adds to verl's metrics.
-NOT_COMPARED = ("timing_", "perf/", "nereus/")
+NOT_COMPARED = ("timing_", "perf/", "actor/perf/", "critic/perf/", "nereus/")
 
 
 def small_job(directory: Path, engine: str, ranks: int, **settings: Any) -> Job:

@@ -56,7 +56,7 @@ def _transition(step: int, outcome: str = "committed", reason: str = "") -> Tran
         "bytes_wire": 3 << 20,
         "bytes_local": 10,
         "seconds": {"build": 0.25, "move": 0.5},
-        "verified": {"messages": 12},
+        "verified": {"bytes": 12},
     }
     return TransitionRecord(
         step=step,
@@ -96,13 +96,16 @@ def test_prints_a_run_from_its_records(tmp_path: Path) -> None:
         watcher.update()  # half a line is not read
         file.write(whole[40:])
     watcher.update()
-    watcher.update()
+    assert "TP1 PP2 DP2" not in out.getvalue()  # recorded before its step, shown after it
+    watcher.finish()
+    watcher.finish()
     text = out.getvalue()
-    for part in ("Ray is up", "4 ranks", "reward 0.250", "generate 1.0", "TP1 PP2 DP2", "3.0 MiB"):
+    for part in ("Ray is up", "4 ranks", "reward 0.250", "gen 1.0", "TP1 PP2 DP2", "3.0 MiB"):
         assert text.count(part) == 1, part
     assert "training waited 1.25 s" in text
-    assert "move 0.50" in text
-    assert "12 messages" in text
+    rows = [line.split() for line in text.replace("│", " ").splitlines()]
+    assert ["move,", "s", "0.50"] in rows
+    assert ["bytes", "checksummed", "at", "both", "ends", "12"] in rows
     assert (len(watcher.steps), len(watcher.transitions)) == (1, 1)
 
 

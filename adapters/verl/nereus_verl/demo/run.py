@@ -101,7 +101,7 @@ def _run(console: Console, args: argparse.Namespace, ranks: int, directory: Path
     watcher = Watcher(console, directory / "records", args.steps)
     began_s = time.monotonic()
     result = run(job, directory, timeout_s=args.timeout, on_line=watcher.on_line)
-    watcher.update()
+    watcher.finish()
     problems = judge(result, job, watcher.steps, watcher.transitions)
     if watcher.steps:
         console.print(f"\n[bold]{reward_line(watcher.steps, watcher.transitions)}[/bold]")

@@ -77,7 +77,9 @@ def _save_model(
     """Qwen2 (grouped-query attention, SwiGLU, RMSNorm, biases on q, k, v), fp32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # saving a small model is not worth one
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=hidden,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,22 @@ from nereus_plugins.trace.record import (
 )
 
 REWARD = "critic/score/mean"
-BAR_CHARACTERS = 24
+BAR_CHARACTERS = 12
 # verl's timers, in the order in which the stages run.
 STAGES = {
-    "gen": "generate",
-    "old_log_prob": "log-probs",
-    "ref": "reference",
-    "values": "values",
+    "gen": "gen",
+    "old_log_prob": "logp",
+    "ref": "ref",
+    "values": "val",
     "update_critic": "critic",
     "update_actor": "actor",
-    "update_weights": "sync",
+}
+# A transition's phases as `nereus_plugins.gtg` names them, in their order.
+PHASES = ("free_gradients", "park", "build", "describe", "plan", "agree", "move", "verify", "fetch")
+VERIFIED = {
+    "bytes": "bytes checksummed at both ends",
+    "tensors_tiled": "tensors covered exactly once",
+    "scalars": "optimizer scalars equal",
 }
 # What a start says in its log, and what to tell the person who waits.
 MILESTONES = {
@@ -49,8 +56,6 @@ class RecordTail:
         self._read_bytes = 0
 
     def new(self) -> Iterator[_Record]:
-        import json
-
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -73,6 +78,7 @@ class Watcher:
         self._total = steps
         self._began_s = time.monotonic()
         self._open_milestones = dict(MILESTONES)
+        self._held: list[TransitionRecord] = []
 
     def on_line(self, line: str) -> None:
         """Called with every line of the job's log."""
@@ -93,10 +99,24 @@ class Watcher:
                 self._console.print(f"\n{record.world_size} ranks, {plan}\n")
             elif isinstance(record, StepRecord):
                 self.steps.append(record)
-                self._console.print(step_line(record, self._total), highlight=False)
+                line = step_line(record, self._total)
+                self._console.print(line, highlight=False, soft_wrap=True)
+                self._show_transitions()
             elif isinstance(record, TransitionRecord):
+                # It is recorded before the step that it follows, whose end it is.
                 self.transitions.append(record)
-                self._console.print(transition_table(record))
+                self._held.append(record)
+
+    def finish(self) -> None:
+        """Prints what is left; call it when the job has ended."""
+        self.update()
+        self._show_transitions()
+
+    def _show_transitions(self) -> None:
+        for record in self._held:
+            self._console.print("\n" + transition_title(record), soft_wrap=True)
+            self._console.print(transition_table(record), "")
+        self._held.clear()
 
 
 def layout_text(layout: Any) -> str:
@@ -113,7 +133,7 @@ def bar(share: float) -> str:
 def step_line(record: StepRecord, total: int) -> str:
     """One line: step, reward as a bar and a number, seconds by stage."""
     reward = record.metrics[REWARD]
-    stages = "  ".join(
+    stages = " ".join(
         f"{name} {record.stages_s[timer]:.1f}"
         for timer, name in STAGES.items()
         if timer in record.stages_s
@@ -124,33 +144,47 @@ def step_line(record: StepRecord, total: int) -> str:
     )
 
 
-def transition_table(record: TransitionRecord) -> Table:
-    """One row a unit: layouts, bytes, seconds by part, and what was verified."""
-    total = sum(seconds for part, seconds in record.seconds.items() if "." not in part)
+def transition_title(record: TransitionRecord) -> str:
+    """One line: when, how it ended, how long training waited for it."""
+    parts = {part: s for part, s in record.seconds.items() if "." not in part}
+    listed = ", ".join(f"{part} {s:.2f}" for part, s in parts.items() if s >= 0.005)
     colour = "cyan" if record.outcome == "committed" else "red"
-    title = f"after step {record.step}: {record.outcome}, training waited {total:.2f} s"
-    caption = f"all ranks agreed on one schedule ({record.digest[:12]})" if record.digest else ""
-    table = Table(title=f"[bold {colour}]{title}[/]", caption=record.reason or caption)
-    for column in ("unit", "from", "to"):
-        table.add_column(column, no_wrap=True)
-    for column in ("between ranks", "kept"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("seconds by part")
-    table.add_column("verified")
-    for name, unit in record.units.items():
-        seconds = unit.get("seconds", {})
-        parts = ", ".join(f"{part} {s:.2f}" for part, s in seconds.items() if s >= 0.005)
-        verified = ", ".join(f"{n} {what}" for what, n in unit.get("verified", {}).items())
-        table.add_row(
-            name,
-            str(unit["from"]),
-            str(unit["to"]),
-            size_text(unit.get("bytes_wire", 0)),
-            size_text(unit.get("bytes_local", 0)),
-            parts,
-            verified,
-        )
+    note = f": {record.reason}" if record.reason else ""
+    return (
+        f"[bold {colour}]transition after step {record.step} {record.outcome}, "
+        f"training waited {sum(parts.values()):.2f} s[/] ({listed}){note}"
+    )
+
+
+def transition_table(record: TransitionRecord) -> Table:
+    """One column a unit: layouts, bytes, seconds by part, and what was verified."""
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name in record.units:
+        table.add_column(name, no_wrap=True, justify="right")
+    units = list(record.units.values())
+
+    def row(title: str, cells: Iterable[str], last: bool = False) -> None:
+        table.add_row(title, *cells, end_section=last)
+
+    row("from", (str(unit["from"]) for unit in units))
+    row("to", (f"[bold]{unit['to']}[/bold]" for unit in units), last=True)
+    row("moved between ranks", (size_text(unit.get("bytes_wire", 0)) for unit in units))
+    row("copied on its own rank", (size_text(unit.get("bytes_local", 0)) for unit in units), True)
+    for phase in PHASES:
+        seconds = [unit.get("seconds", {}).get(phase, 0.0) for unit in units]
+        if any(seconds):
+            row(f"{phase.replace('_', ' ')}, s", (f"{s:.2f}" for s in seconds))
+    table.add_section()
+    for what in _keys(units, "verified"):
+        counts = (f"{unit.get('verified', {}).get(what, 0):,}" for unit in units)
+        row(VERIFIED.get(what, f"{what} verified"), counts)
     return table
+
+
+def _keys(units: Iterable[Mapping[str, Any]], name: str) -> list[str]:
+    """The keys of all units' mappings called `name`, each once, in their order."""
+    return list(dict.fromkeys(key for unit in units for key in unit.get(name, {})))
 
 
 def size_text(size_bytes: float) -> str:

@@ -1,0 +1,26 @@
+"""What the documents say is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_refusal_is_on_the_support_page() -> None:
+    capabilities = pytest.importorskip(
+        "nereus_verl.capabilities", reason="needs omegaconf (verl environment)"
+    )
+    page = (ROOT / "docs" / "support.md").read_text()
+    for refusal in capabilities.all_refusals():
+        row = f"| {refusal.feature} | `{refusal.setting}` | {refusal.reason} | {refusal.remedy} |"
+        assert row in page
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" not in link:
+            assert ((ROOT / page).parent / link.split("#")[0]).exists(), f"{page}: {link}"
