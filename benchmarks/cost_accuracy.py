@@ -30,6 +30,7 @@ from nereus_plugins.cost import stacks
 from nereus_plugins.cost.estimate import estimate
 from nereus_plugins.cost.memory import memory
 from nereus_plugins.cost.step import step
+from nereus_plugins.spec import SpecError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "benchmarks" / "data" / "perf"
@@ -113,6 +114,10 @@ def _take(
         modelled = table.model(inputs)
     except NotModelled as reason:
         reasons[f"{table.source}: {reason}"] += 1
+        return
+    except (SpecError, ArithmeticError, LookupError, ValueError) as error:
+        # A row of a table not seen before may say what no layout or model can be.
+        reasons[f"{table.source}: inputs contradict each other: {error}"] += 1
         return
     answers = table.answers(record, modelled)
     if not any(

@@ -81,6 +81,7 @@ class Modelled:
         model: name, for groups.
         recompute: for the one-constant baseline.
         stage: the pipeline stage whose memory was measured; None for the fullest.
+        memory_only: the row does not say what its time depends on.
         whole_job: for rows that are an iteration of a job: what `estimate` takes; the case is its
             training.
         calibration: the one row of its hardware and software stack that a constant came from.
@@ -93,6 +94,7 @@ class Modelled:
     recompute: str
     calibration: bool = False
     stage: int | None = None
+    memory_only: bool = False
     whole_job: tuple[JobSpec, GlobalPlan, ClusterSpec, WorkloadSpec] | None = None
 
 
@@ -221,10 +223,12 @@ def _prime_rl(row: Inputs) -> Modelled:
     recompute = {"Recompute": "full", "Offload": "full", "": "none", "None": "none"}.get(row["ac"])
     if recompute is None:
         raise NotModelled(f"activation checkpointing {row['ac']}")
-    for axis in ("cp", "ep", "tp", "dp_replicate"):
-        if row.integer(axis, 1) != 1:
-            raise NotModelled(f"prime-rl {axis} > 1")
-    attention = {"flash_attention_3": "fa3", "flash_attention_2": "fa2"}.get(row["attention"])
+    tp, cp, ep = row.integer("tp", 1), row.integer("cp", 1), row.integer("ep", 1)
+    copies = row.integer("dp_replicate", 1)
+    dp = gpus // (tp * cp)
+    attention = {"flash_attention_3": "fa3", "flash_attention_2": "fa2", "sdpa": "fa2"}.get(
+        row["attention"]
+    )
     if attention is None:
         raise NotModelled(f"attention {row['attention']}")
     software = stacks.prime_rl(
@@ -232,9 +236,16 @@ def _prime_rl(row: Inputs) -> Modelled:
     )
     case = Case(
         shape,
-        Layout(dp=gpus, sharding="fsdp"),
+        Layout(
+            tp=tp,
+            cp=cp,
+            dp=dp,
+            ep=ep if shape.moe else 1,
+            sharding="hsdp" if copies > 1 else "fsdp",
+            shard_size=dp // copies if copies > 1 else None,
+        ),
         dataclasses.replace(Batch.uniform(micro, 1, seq), attended=seq * stacks.PRIME_RL_ATTENDED),
-        _gpu(row["device_name"].replace("NVIDIA H100 80GB HBM3", "h100")),
+        _gpu(row["device_name"]),
         Network(8, 50e9),
         software,
         Knobs(recompute=recompute, offload_activations=row["ac"] == "Offload"),
@@ -247,7 +258,7 @@ def _prime_rl(row: Inputs) -> Modelled:
         and not software.lora_rank
     )
     return Modelled(
-        case, gpus, micro * seq * gpus, shape.model.name, row["ac"], calibration=calibration
+        case, gpus, micro * seq * dp, shape.model.name, row["ac"], calibration=calibration
     )
 
 
@@ -271,11 +282,16 @@ def _simumax(row: Inputs) -> Modelled:
         return int(match[1]) if match else default
 
     known = re.match(
-        r"(llama3_(?:8b|70b|405b)|llama2_\w+?b|mixtral_8x7b|deepseek_?v[23]|qwen\w+?b)_", text
+        r"(llama_?3(?:[._]1)?_(?:8b|70b|405b)|llama_?2_\d+b|mi[sx]tral_(?:\dx)?\d+b"
+        r"|deepseek_?v[23](?:_lite)?|qwen\d(?:[._]\d)?_[\d.]+b(?:_a\d+b)?)_",
+        text,
     )
     if known is None:
         raise NotModelled(f"model of case {text}")
-    shape = _model(known[1].replace("_", "-").replace("deepseek-v", "deepseekv"))
+    name = known[1].replace("_", "-").replace("deepseek-v", "deepseekv")
+    name = re.sub(r"-(\d)-(\d+b)", r".\1-\2", name).replace("deepseekv", "deepseek-v")
+    # Cases keep layers of the model and train without its multi-token prediction.
+    shape = dataclasses.replace(_model(name), mtp_layers=0)
     if (layers := find(r"_l(\d+)(?:_|$)", 0)) > 0:
         shape = shape.with_layers(layers)
     tp, pp, dp = find(r"_tp(\d+)", 1), find(r"_pp(\d+)", 1), find(r"_dp(\d+)", 0)
@@ -393,9 +409,13 @@ def _golden(row: Inputs) -> Modelled:
     world = row.integer("world_size", 0)
     if not world and row["nodes"] and row["gpus_per_node"]:
         world = row.integer("nodes") * row.integer("gpus_per_node")
-    if not world:
-        raise NotModelled("GPU count is not stated")
     gbs, micro = row.integer("global-batch-size"), row.integer("micro-batch-size")
+    counted = world > 0
+    if not counted:
+        # Without a distributed optimizer memory is the same on any number of GPUs; time is not.
+        if row.true("use-distributed-optimizer") or row["num-experts"]:
+            raise NotModelled("GPU count is not stated")
+        world = tp * pp * cp
     if gbs < micro * world // (tp * pp * cp):
         world = gbs // micro * tp * pp * cp  # as many ranks as the batch can feed
     dp = world // (tp * pp * cp)
@@ -468,12 +488,14 @@ def _golden(row: Inputs) -> Modelled:
         Network(4 if gpu.name == "gb200" else 8, 50e9), software, Knobs(recompute=recompute),
     )  # fmt: skip
     # Megatron-LM's TensorBoard writer runs on the last rank, so on the last pipeline stage.
-    return Modelled(case, world, gbs * seq, shape.model.name, recompute, stage=pp - 1)
+    return Modelled(
+        case, world, gbs * seq, shape.model.name, recompute, stage=pp - 1, memory_only=not counted
+    )
 
 
 def _golden_answers(row: Mapping[str, str], m: Modelled) -> Answers:
     return Answers(
-        step_s=number(row.get("iter_time_s_median_2nd_half")),
+        step_s=None if m.memory_only else number(row.get("iter_time_s_median_2nd_half")),
         allocated_bytes=number(row.get("mem_max_alloc_bytes_peak")),
     )
 
@@ -562,10 +584,15 @@ def _no_answers(row: Mapping[str, str], m: Modelled) -> Answers:
 
 
 def _gpu(name: str) -> GPU:
-    try:
-        return find_gpu(name.split("(")[0].replace("NVIDIA ", "").strip())
-    except KeyError:
-        raise NotModelled(f"GPU {name}") from None
+    text = name.lower().replace("nvidia", "").split("(")[0]
+    text = re.sub(r"-?(sxm\d?|pcie|hbm\d\w?|\d+w)", " ", text)
+    text = re.sub(r"[\s_-]+", "_", text).strip("_")
+    for candidate in (text, text.split("_")[0]):
+        try:
+            return find_gpu(candidate)
+        except KeyError:
+            continue
+    raise NotModelled(f"GPU {name}")
 
 
 def _model(name: str) -> Shape:

@@ -1,8 +1,8 @@
 """`nereus calibrate`: learn from the log of a run that has already happened.
 
 Reads verl's console log (its lines `step:12 - actor/entropy:0.2 - timing_s/gen:62.9 - ...`) or a
-CSV with the same names as columns. Every step is estimated with its own lengths, compared with what was
-measured, and taught to the calibration, which is saved for `nereus estimate --calibration`.
+CSV with the same names as columns. Every step is estimated with its own lengths, compared with what
+was measured, and taught to the calibration, which is saved for `nereus estimate --calibration`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def read_log(path: str | Path) -> Iterator[dict[str, float]]:
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                values = {k: _number(v) for k, v in row.items() if k}
-                yield {k: v for k, v in values.items() if v is not None}
+                named = ((k, _number(v)) for k, v in row.items() if k)
+                yield {k: v for k, v in named if v is not None}
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             match = _STEP.search(_ANSI.sub("", line))
             if match:
-                values = {k: float(v) for k, v in _VALUE.findall(match[2])}
-                if any(k.startswith("timing_s/") for k in values):
-                    yield {"step": float(match[1]), **values}
+                metrics = {k: float(v) for k, v in _VALUE.findall(match[2])}
+                if any(k.startswith("timing_s/") for k in metrics):
+                    yield {"step": float(match[1]), **metrics}
 
 
 def _number(text: str | None) -> float | None:

@@ -11,8 +11,8 @@ whose random walk is the stated rate of forgetting: LEVEL_WALK and SLOPE_WALK a 
 successive errors agree in sign (the level is drifting: errors of a well-tuned filter do not).
 Three rules keep it safe:
 
-- an observation z standard deviations off counts with weight (nu + 1) / (nu + z^2), Student's t with
-  nu = 10, and next to nothing beyond six: a stall of hours moves nothing;
+- an observation z standard deviations off counts with weight (nu + 1) / (nu + z^2), Student's t
+  with nu = 10, and next to nothing beyond six: a stall of hours moves nothing;
 - two such observations in a row on the same side are a change, not outliers: the level's
   uncertainty is opened and the filter follows;
 - the first steps after a transition count for a tenth.
@@ -32,7 +32,7 @@ from typing import Any
 from nereus_plugins.spec import Assignment, Layout, ModelStage, SpecError
 
 # Random walk of one step, relative to the stage's seconds: the filter's memory of the level is some
-# WALK / NOISE steps, of the slope several times that.
+# NOISE / WALK steps, of the slope several times that.
 LEVEL_WALK = 0.006
 SLOPE_WALK = 0.002
 # Before anything was seen: the share of a stage's seconds that scales with its work, how sure that

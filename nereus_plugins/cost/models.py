@@ -132,7 +132,8 @@ _ALIASES = {
     "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.3-70b": "llama3-70b",
     "qwen2-7b": "qwen2.5-7b", "qwen2-72b": "qwen2.5-72b", "qwen2.5-math-7b": "qwen2.5-7b",
     "qwen2-0.5b": "qwen2.5-0.5b", "qwen2-1.5b": "qwen2.5-1.5b", "qwen3-30b3a": "qwen3-30b-a3b",
-    "qwen3-235b": "qwen3-235b-a22b", "deepseek-r1": "deepseek-v3", "deepseekv3": "deepseek-v3",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "qwen3-30b": "qwen3-30b-a3b", "deepseek-r1": "deepseek-v3", "deepseekv3": "deepseek-v3",
     "deepseekv2": "deepseek-v2", "deepseek-671b": "deepseek-v3", "deepseek-236b": "deepseek-v2",
     "mixtral-8x7b-v0.1": "mixtral-8x7b", "mistral-7b-v0.3": "mistral-7b",
 }  # fmt: skip

@@ -130,3 +130,20 @@ def test_a_missing_directory_is_named(
 ) -> None:
     assert accuracy.main(["--data", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+def test_rows_not_seen_before_are_modelled_or_named(accuracy: Any, tmp_path: Path) -> None:
+    cases = {
+        "deepseekv2_l4_ep8_pp1_dp8_mbc8": True,
+        "mixtral_8x7b_l8_ep8_mbc8": True,
+        "qwen3_32b_l32_tp2_pp2_dp2_mbc8_cef": True,
+        "unknown_l3_tp2": False,
+        "deepseek_v3_l5_ep8_pp2_dp4_mbc8": False,  # ep 8 on 4 ranks
+    }
+    lines = ["case,measured_ms,simumax_ms,measured_peak_gib,simumax_peak_gib"]
+    lines += [f"{case},1000,1000,50,50" for case in cases]
+    (tmp_path / "simumax_b200.csv").write_text("\n".join(lines))
+    rows, reasons, _ = accuracy.load(tmp_path)
+    assert len(rows) == sum(cases.values())
+    assert sum(reasons.values()) == len(cases) - len(rows)
+    assert all(0.05 < row.step_s < 20 for row in rows)
