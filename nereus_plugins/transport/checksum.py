@@ -19,7 +19,11 @@ import torch
 ROWS = 256
 COLUMNS = 256
 WORD_BYTES = 8
-BLOCK_BYTES = ROWS * COLUMNS * WORD_BYTES
+ROW_BYTES = COLUMNS * WORD_BYTES
+BLOCK_BYTES = ROWS * ROW_BYTES
+
+# Blocks read twice before the next ones: within a core's cache, few calls.
+CACHED_BLOCKS = 2
 
 # splitmix64's constants, as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -32,41 +36,36 @@ def digest(data: torch.Tensor) -> torch.Tensor:
 
     Asynchronous on CUDA. Equal for equal bytes on any device and at any alignment.
     """
-    row_bytes = COLUMNS * WORD_BYTES
     if data.data_ptr() % WORD_BYTES or data.storage_offset() % WORD_BYTES:
-        # Words cannot be read where they lie: a block's copy at a time.
-        step = BLOCK_BYTES
-    elif data.device.type == "cpu":
-        step = BLOCK_BYTES  # stays in cache between its two readings
-    else:
-        step = max(data.numel() // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES)  # few kernels
-    rows, columns = [], []
-    for start in range(0, data.numel(), step):
-        part = data[start : start + step]
-        whole_rows = part.numel() // row_bytes * row_bytes
-        words = _words(part[:whole_rows])
-        if part.numel() > BLOCK_BYTES:
-            words = words.view(-1, ROWS, COLUMNS)
-        by_row, by_column = words.sum(dim=-1), words.sum(dim=-2)
-        if whole_rows < part.numel():
-            last = part.new_zeros(row_bytes)
-            last[: part.numel() - whole_rows].copy_(part[whole_rows:])
-            by_row = torch.cat([by_row, last.view(torch.int64).sum(dim=0, keepdim=True)])
-            by_column = by_column + last.view(torch.int64)
-        rows.append(by_row.view(-1))
-        columns.append(by_column.view(-1))
-    if not rows:
-        return torch.zeros(2, dtype=torch.int64, device=data.device)
-    count = sum(len(sums) for sums in rows)
-    mixed = _mix(torch.cat(rows + columns))
-    return torch.stack([mixed[:count].sum(), mixed[count:].sum()]) + data.numel()
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """int64[n, COLUMNS] of whole rows, in place where the alignment allows it."""
-    if part.data_ptr() % WORD_BYTES or part.storage_offset() % WORD_BYTES:
-        part = part.clone()
-    return part.view(torch.int64).view(-1, COLUMNS)
+        data = data.clone()  # words cannot be read where they lie
+    count = data.numel() // ROW_BYTES
+    words = data[: count * ROW_BYTES].view(torch.int64).view(-1, COLUMNS)
+    whole = count // ROWS  # blocks
+    tail = data[count * ROW_BYTES :]
+    last = count + bool(len(tail))
+    sums = torch.empty(
+        last + -(-last // ROWS) * COLUMNS, dtype=torch.int64, device=data.device
+    )  # by row, then by column block after block
+    rows, columns = sums[:last], sums[last:].view(-1, COLUMNS)
+    # On a CPU the second reading of a part finds it in the cache; elsewhere few kernels count.
+    step = CACHED_BLOCKS if data.device.type == "cpu" else max(whole, 1)
+    blocks = words[: whole * ROWS].view(-1, ROWS, COLUMNS)
+    for start in range(0, whole, step):
+        part = blocks[start : start + step]
+        torch.sum(part, dim=-1, out=rows[start * ROWS : (start + len(part)) * ROWS].view(-1, ROWS))
+        torch.sum(part, dim=-2, out=columns[start : start + len(part)])
+    if last > whole * ROWS:
+        rest = words[whole * ROWS :]
+        torch.sum(rest, dim=-1, out=rows[whole * ROWS : count])
+        torch.sum(rest, dim=-2, out=columns[whole])
+        if len(tail):
+            row = data.new_zeros(ROW_BYTES)
+            row[: len(tail)].copy_(tail)
+            row = row.view(torch.int64)
+            torch.sum(row, dim=0, out=rows[count])
+            columns[whole] += row
+    mixed = _mix(sums)
+    return torch.stack([mixed[:last].sum(), mixed[last:].sum()]) + data.numel()
 
 
 def _mix(sums: torch.Tensor) -> torch.Tensor:
