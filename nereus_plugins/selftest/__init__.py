@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BACKENDS = ("megatron", "fsdp2")
 CPU_RANKS = 4
 LIMIT_S = 1800.0
-KILL_TIMEOUT_S = 20.0
+KILL_TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

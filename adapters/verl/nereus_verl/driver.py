@@ -9,6 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from nereus_verl import verl_private
+
 POLL_S = 1.0
 
 
@@ -34,7 +36,10 @@ def call_all(
 
     Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
     """
-    pending = {worker.__ray_call__.remote(function, *args): r for r, worker in enumerate(workers)}
+    pending = {
+        verl_private.call_worker(worker, function, *args): rank
+        for rank, worker in enumerate(workers)
+    }
     results: list[Any] = [None] * len(workers)
     deadline = time.monotonic() + timeout_s
     while pending:

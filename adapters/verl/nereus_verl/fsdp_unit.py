@@ -7,11 +7,9 @@ contents of the two objects, so every reference verl holds to its engine stays r
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from nereus_plugins.emu.described import DescribedUnit
@@ -19,7 +17,7 @@ from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_
 from nereus_plugins.emu.described.torch_private import clear_sharding_cache
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
-from nereus_verl import rng, verl_private
+from nereus_verl import memory, rng, verl_private
 from nereus_verl.groups import GroupSet
 
 
@@ -118,7 +116,9 @@ class FsdpUnit:
             _empty(engine)
             groups.destroy()
             clear_sharding_cache()
+            memory.collect()
             raise
+        memory.OUTSTANDING.built()
         return BuiltFsdp(engine, layout, groups)
 
     def switch(self, built: BuiltUnit) -> BuiltFsdp:
@@ -134,6 +134,7 @@ class FsdpUnit:
         _empty(built.engine)
         built.groups.destroy()
         clear_sharding_cache()  # it may answer for other units with the groups just destroyed
+        memory.OUTSTANDING.released()
         if self.engine.is_param_offload_enabled or self.engine.is_optimizer_offload_enabled:
             self.engine.to(
                 "cpu",
@@ -169,9 +170,6 @@ def _onto_device(engine: Any) -> None:
 
 
 def _empty(engine: Any) -> None:
-    """Let go of everything an engine object holds; the memory is free when this returns."""
+    """Let go of everything an engine object holds."""
     if engine is not None:
         engine.__dict__.clear()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -349,6 +349,10 @@ class _Run:
         failed = [answer["failed"] for answer in answers if answer["failed"]]
         if failed:
             self.reason = failed[0]
+        reports = [answer["report"] for answer in answers if answer["report"]]
+        for name, unit in self.units.items():
+            spent = [report["units"].get(name, 0.0) for report in reports]
+            unit["seconds"]["release"] = max(spent, default=0.0)
 
     def record(self) -> TransitionRecord:
         units = self.units or {

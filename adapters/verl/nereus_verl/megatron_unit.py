@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +28,7 @@ from nereus_plugins.emu.described.megatron_private import clear_rotary_caches, d
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.gtg.scalars import RNG, derived_seed
 from nereus_plugins.spec import Layout
-from nereus_verl import rng, verl_private
+from nereus_verl import memory, rng, verl_private
 from nereus_verl.parallel_state import World, Worlds
 
 
@@ -168,7 +167,9 @@ class MegatronUnit:
         except BaseException:
             _empty(engine)
             self._process.give_back(world)
+            memory.collect()
             raise
+        memory.OUTSTANDING.built()
         return BuiltMegatron(self.name, engine, layout, world, self._process)
 
     def switch(self, built: BuiltUnit) -> BuiltMegatron:
@@ -184,6 +185,7 @@ class MegatronUnit:
         assert isinstance(built, BuiltMegatron)
         _empty(built.engine)
         self._process.give_back(built.world)
+        memory.OUTSTANDING.released()
         engine = self.engine
         if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled:
             engine.to(
@@ -237,16 +239,13 @@ def _onto_device(engine: Any) -> None:
 
 
 def _empty(engine: Any) -> None:
-    """Let go of everything an engine object holds; the memory is free when this returns."""
+    """Let go of everything an engine object holds."""
     if engine is not None:
         for chunk in engine.__dict__.get("module", ()):
             if hasattr(chunk, "grad_accs"):
                 drop_ddp_hooks(chunk)
         engine.__dict__.clear()
     clear_rotary_caches()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # -- the tensor-parallel RNG tracker -------------------------------------------------------------

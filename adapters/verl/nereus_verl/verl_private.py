@@ -75,6 +75,16 @@ def workers_of(worker_group: Any) -> list[Any]:
     return list(worker_group._workers)
 
 
+def call_worker(handle: Any, function: Any, *args: Any) -> Any:
+    """Run `function(worker, *args)` in a worker process; returns Ray's reference to the result.
+
+    By a method of verl's own Worker, because that runs in the thread that runs the engines. Ray's
+    `__ray_call__` runs in another one where an actor has coroutines, as verl's workers have; and
+    DTensor's caches and the current CUDA device belong to a thread.
+    """
+    return handle.execute_with_func_generator.remote(function, *args)
+
+
 def roles_of(worker_dict: Any) -> dict[str, Any]:
     """The role workers inside one colocated process, by role name."""
     return dict(worker_dict.worker_dict)

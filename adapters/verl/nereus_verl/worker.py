@@ -1,4 +1,4 @@
-"""What runs in verl's worker processes: called by the driver through Ray's `handle.__ray_call__`.
+"""What runs in verl's worker processes, called by the driver through `verl_private.call_worker`.
 
 Each function takes the colocated worker object of one rank (verl's `WorkerDict`) and returns plain
 data. verl's own worker classes stay as they are; the rank's state hangs on the worker object.
