@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from nereus_plugins.spec import Knobs, Layout
@@ -89,29 +90,15 @@ class Case:
             return Group.of(lay.expert_dp, lay.ep * lay.etp, node)
         raise KeyError(name)
 
-    def stage_layers(self) -> list[tuple[int, int]]:
+    def stage_layers(self) -> tuple[tuple[int, int], ...]:
         """(dense, mixture-of-experts) layers of each pipeline stage."""
-        pp, total = self.layout.pp, self.shape.model.num_layers
-        if pp == 1:
-            counts = [total]
-        else:
-            first, last = self.first_stage_layers, self.last_stage_layers
-            inner = pp - (first is not None) - (last is not None)
-            rest = total - (first or 0) - (last or 0)
-            each, more = divmod(rest, inner) if inner else (0, 0)
-            # What does not divide goes to the middle: the first stage has the embedding, the last
-            # the output layer.
-            counts = [each] * inner
-            for i in sorted(range(inner), key=lambda i: abs(2 * i - inner + 1))[:more]:
-                counts[i] += 1
-            counts = ([] if first is None else [first]) + counts
-            counts += [] if last is None else [last]
-        dense_left, out = self.shape.num_dense_layers, []
-        for count in counts:
-            dense = min(dense_left, count)
-            dense_left -= dense
-            out.append((dense, count - dense))
-        return out
+        return _stage_layers(
+            self.layout.pp,
+            self.shape.model.num_layers,
+            self.shape.num_dense_layers,
+            self.first_stage_layers,
+            self.last_stage_layers,
+        )
 
     @property
     def same_node_stages(self) -> bool:
@@ -142,6 +129,31 @@ class Case:
     @property
     def sequences(self) -> float:
         return self.batch.tokens / self.batch.attended
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_layers(
+    pp: int, total: int, dense_layers: int, first: int | None, last: int | None
+) -> tuple[tuple[int, int], ...]:
+    if pp == 1:
+        counts = [total]
+    else:
+        inner = pp - (first is not None) - (last is not None)
+        rest = total - (first or 0) - (last or 0)
+        each, more = divmod(rest, inner) if inner else (0, 0)
+        # What does not divide goes to the middle: the first stage has the embedding, the last
+        # the output layer.
+        counts = [each] * inner
+        for i in sorted(range(inner), key=lambda i: abs(2 * i - inner + 1))[:more]:
+            counts[i] += 1
+        counts = ([] if first is None else [first]) + counts
+        counts += [] if last is None else [last]
+    left, out = dense_layers, []
+    for count in counts:
+        dense = min(left, count)
+        left -= dense
+        out.append((dense, count - dense))
+    return tuple(out)
 
 
 def ceil_div(a: float, b: float) -> int:

@@ -38,7 +38,8 @@ Sizes of GPUs and kernels are datasheet values and measured tables; docs/cost-mo
 what the model leaves out, and how far it was off on public measurements."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(*, states_plan: bool = True) -> argparse.ArgumentParser:
+    """The options; without those that state a plan where a plan is what is asked for."""
     p = argparse.ArgumentParser(
         prog="nereus estimate",
         description="Seconds and peak memory of one iteration under a given plan.",
@@ -54,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         ("cluster", "nodes, GPUs, links"),
         ("workload", "batch and lengths"),
     ):
-        files.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+        if name != "plan" or states_plan:
+            files.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
     p.add_argument("--calibration", type=Path, metavar="FILE", help="saved by nereus calibrate")
     job = p.add_argument_group("job")
     job.add_argument("--model", help="name of a model that ships, or path of its config.json")
@@ -66,17 +68,8 @@ def parser() -> argparse.ArgumentParser:
     cluster.add_argument("--gpu", help="h100, a100_40gb, h20, b200, ...")
     cluster.add_argument("--gpus", type=int, help="number of GPUs")
     cluster.add_argument("--gpus-per-node", type=int, default=8)
-    plan = p.add_argument_group("plan: one training layout for all trained models, one for rollout")
-    for name in ("tp", "pp", "cp", "ep", "vpp", "ulysses"):
-        plan.add_argument(f"--{name}", type=int, default=1)
-    plan.add_argument("--sharding", help="none, zero1, zero2, zero3, fsdp; default by backend")
-    plan.add_argument("--rollout-tp", type=int, help="tensor-parallel ranks of a rollout replica")
-    plan.add_argument("--rollout-memory-fraction", type=float, default=0.6)
-    plan.add_argument("--micro-batch", type=int, help="sequences in a micro-batch of one rank")
-    plan.add_argument("--token-budget", type=int, help="packed tokens in a micro-batch of one rank")
-    plan.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
-    plan.add_argument("--offload-params", action="store_true")
-    plan.add_argument("--offload-optimizer", action="store_true")
+    if states_plan:
+        _add_plan_options(p)
     work = p.add_argument_group("workload")
     work.add_argument("--prompts", type=int, default=512, help="prompts of an iteration")
     work.add_argument("--samples", type=int, default=8, help="responses to each prompt")
@@ -91,6 +84,20 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--explain", action="store_true", help="every part and its formula")
     out.add_argument("--json", action="store_true")
     return p
+
+
+def _add_plan_options(p: argparse.ArgumentParser) -> None:
+    plan = p.add_argument_group("plan: one training layout for all trained models, one for rollout")
+    for name in ("tp", "pp", "cp", "ep", "vpp", "ulysses"):
+        plan.add_argument(f"--{name}", type=int, default=1)
+    plan.add_argument("--sharding", help="none, zero1, zero2, zero3, fsdp; default by backend")
+    plan.add_argument("--rollout-tp", type=int, help="tensor-parallel ranks of a rollout replica")
+    plan.add_argument("--rollout-memory-fraction", type=float, default=0.6)
+    plan.add_argument("--micro-batch", type=int, help="sequences in a micro-batch of one rank")
+    plan.add_argument("--token-budget", type=int, help="packed tokens in a micro-batch of one rank")
+    plan.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
+    plan.add_argument("--offload-params", action="store_true")
+    plan.add_argument("--offload-optimizer", action="store_true")
 
 
 def read_model(name: str, *, value_head: bool = False) -> ModelSpec:

@@ -10,9 +10,10 @@ adds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
     GlobalPlan,
+    Knobs,
+    Layout,
     LengthDistribution,
     ModelStage,
     SpecError,
@@ -131,6 +134,7 @@ class Estimate:
         return max(self.stages.values(), key=lambda s: s.seconds)
 
 
+@functools.lru_cache(maxsize=64)
 def resolve_gpu(cluster: ClusterSpec) -> GPU:
     """The cluster's GPU as the kernel tables know it, with the cluster's own peak figures.
 
@@ -152,6 +156,7 @@ def resolve_gpu(cluster: ClusterSpec) -> GPU:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def resolve_network(cluster: ClusterSpec) -> Network:
     return Network(
         gpus_per_node=cluster.gpus_per_node,
@@ -160,6 +165,7 @@ def resolve_network(cluster: ClusterSpec) -> Network:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def sequence_moments(workload: WorkloadSpec) -> tuple[float, float, float]:
     """(mean, mean of squares over mean, longest) of prompt plus response, in tokens.
 
@@ -176,7 +182,7 @@ def sequence_moments(workload: WorkloadSpec) -> tuple[float, float, float]:
 
 
 def batch_of(
-    job: JobSpec, assignment: Assignment, workload: WorkloadSpec, sequences: float
+    job: JobSpec, assignment: Assignment | Placed, workload: WorkloadSpec, sequences: float
 ) -> Batch:
     """How `sequences` are cut into micro-batches on one data-parallel rank.
 
@@ -216,10 +222,18 @@ def _padded_length(workload: WorkloadSpec) -> float:
     return cap(workload.prompt_tokens) + cap(workload.response_tokens)
 
 
+class Placed(NamedTuple):
+    """A layout and knobs, devices left open: enough to cost a unit by itself."""
+
+    layout: Layout
+    knobs: Knobs
+    devices: tuple[int, ...] = ()
+
+
 @dataclasses.dataclass
 class _Context:
     job: JobSpec
-    plan: GlobalPlan
+    assignments: Mapping[ModelStage, Assignment | Placed]
     cluster: ClusterSpec
     workload: WorkloadSpec
     gpu: GPU
@@ -229,7 +243,7 @@ class _Context:
         return as_shape(self.job.model_of(stage))
 
     def case(self, stage: ModelStage, *, trains: bool, sequences: float) -> Case:
-        assignment = self.plan.assignments[stage]
+        assignment = self.assignments[stage]
         return Case(
             shape=self.shape(stage),
             layout=assignment.layout,
@@ -262,7 +276,9 @@ def estimate(
         SpecError: a stage of the job has no assignment, a layout does not divide its model, or a
             device is not in the cluster; the message names it.
     """
-    context = _Context(job, plan, cluster, workload, resolve_gpu(cluster), resolve_network(cluster))
+    context = _Context(
+        job, plan.assignments, cluster, workload, resolve_gpu(cluster), resolve_network(cluster)
+    )
     wanted = job.stages()
     for stage in wanted:
         if stage not in plan.assignments:
@@ -415,14 +431,14 @@ def _resting(
     context: _Context, stage: ModelStage, wanted: tuple[ModelStage, ...]
 ) -> dict[str, float]:
     """Bytes of each other unit that share devices with `stage`."""
-    devices = set(context.plan.assignments[stage].devices)
+    devices = set(context.assignments[stage].devices)
     out: dict[str, float] = {}
     for unit, home in _HOME.items():
         if home not in wanted:
             continue
         if stage.model == unit and stage is not S.ACTOR_GENERATE:
             continue
-        if devices & set(context.plan.assignments[home].devices):
+        if devices & set(context.assignments[home].devices):
             value = _unit_resting_bytes(context, home)
             if value > 0:
                 out[unit] = value
@@ -434,7 +450,7 @@ def _generate(
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """Seconds and bytes of generation and of the weight sync before it."""
     job, workload = context.job, context.workload
-    assignment = context.plan.assignments[S.ACTOR_GENERATE]
+    assignment = context.assignments[S.ACTOR_GENERATE]
     layout, gpu = assignment.layout, context.gpu
     shape = context.shape(S.ACTOR_GENERATE)
     fraction = assignment.knobs.rollout_memory_fraction or 0.6
@@ -479,29 +495,29 @@ def _generate(
     return seconds, bytes_parts
 
 
-def _weight_sync(context: _Context) -> tuple[float, str]:
-    """Trained weights to the rollout engine: (seconds, formula)."""
-    train = context.plan.assignments[S.ACTOR_TRAIN]
-    engine = context.plan.assignments[S.ACTOR_GENERATE]
-    shape = context.shape(S.ACTOR_TRAIN)
-    nbytes = 2.0 * shape.num_parameters()
+def weight_sync_floor_s(shape: Shape) -> float:
+    """What handing trained weights to an engine on the same GPUs takes under any layout."""
     tensors = 9.0 * shape.model.num_layers
     if shape.moe is not None:
         tensors += 3.0 * shape.num_moe_layers * shape.moe.num_experts
-    each = TENSOR_S * tensors
+    return 2.0 * shape.num_parameters() / HANDOVER_BYTES_S + TENSOR_S * tensors
+
+
+def _weight_sync(context: _Context) -> tuple[float, str]:
+    """Trained weights to the rollout engine: (seconds, formula)."""
+    train = context.assignments[S.ACTOR_TRAIN]
+    engine = context.assignments[S.ACTOR_GENERATE]
+    shape = context.shape(S.ACTOR_TRAIN)
+    nbytes = 2.0 * shape.num_parameters()
+    floor = weight_sync_floor_s(shape)
     if set(train.devices) & set(engine.devices):
         gather = 0.0
         if engine.layout != train.layout:
             group = Group.of(train.layout.world_size, 1, context.network.gpus_per_node)
             gather = collective_s(context.gpu, context.network, "all_gather", group, nbytes)
-        return (
-            gather + nbytes / HANDOVER_BYTES_S + each,
-            "gather over training ranks, copy into the engine, 0.7 ms a tensor",
-        )
-    return (
-        nbytes / BROADCAST_BYTES_S + each,
-        "broadcast to separate engines at verl's measured rate, 0.7 ms a tensor",
-    )
+        return gather + floor, "gather over training ranks, copy into the engine, 0.7 ms a tensor"
+    broadcast = nbytes / BROADCAST_BYTES_S - nbytes / HANDOVER_BYTES_S + floor
+    return broadcast, "broadcast to separate engines at verl's measured rate, 0.7 ms a tensor"
 
 
 def _timeline(
@@ -512,7 +528,7 @@ def _timeline(
     ends: dict[ModelStage, float] = {}
     starts: dict[ModelStage, float] = {}
     for stage in wanted:
-        devices = context.plan.assignments[stage].devices
+        devices = context.assignments[stage].devices
         ready = max((ends[n] for n in _NEEDS[stage] if n in ends), default=0.0)
         if stage is not S.ACTOR_GENERATE and S.ACTOR_GENERATE in ends:
             ready = max(ready, ends[S.ACTOR_GENERATE])
@@ -522,3 +538,96 @@ def _timeline(
         for device in devices:
             free[device] = end
     return starts, max(ends.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCost:
+    """A unit by itself under one assignment: what a planner combines into plans.
+
+    Attributes:
+        seconds: all stages of the unit in one iteration, transfers to and from the host included.
+        peak_bytes: reserved by the unit at its highest, CUDA context not counted.
+        resting_bytes: what stays on the GPU while other units run.
+    """
+
+    seconds: float
+    peak_bytes: float
+    resting_bytes: float
+
+
+def unit_costs(
+    job: JobSpec,
+    stages: tuple[ModelStage, ...],
+    placed: Placed,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+) -> tuple[UnitCost, UnitCost]:
+    """Cost of the stages of one unit that is not the rollout: resident, and offloaded when idle.
+
+    The last stage is where the unit's state rests. Offloading moves parameters, and optimizer
+    state where the unit trains; what it adds to resident costs is transfers, so both come at once.
+    DeepSpeed's offloaded optimizer is estimated by itself.
+    """
+    trains = stages[-1] in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
+    away = dataclasses.replace(placed.knobs, offload_params=True, offload_optimizer=trains)
+
+    def context(one: Placed) -> _Context:
+        return _Context(
+            job,
+            dict.fromkeys(stages, one),
+            cluster,
+            workload,
+            resolve_gpu(cluster),
+            resolve_network(cluster),
+        )
+
+    def cost(here: _Context) -> UnitCost:
+        seconds = peak = 0.0
+        for stage in stages:
+            parts, highest = _model_stage(here, stage)
+            seconds += sum(p.value for p in parts)
+            peak = max(peak, highest.reserved_bytes)
+        return UnitCost(seconds, peak, _unit_resting_bytes(here, stages[-1]))
+
+    stays = cost(context(placed))
+    there = context(Placed(placed.layout, away))
+    if job.backend == "deepspeed" and trains:
+        return stays, cost(there)
+    moved = sum(
+        part.value
+        for stage in stages
+        for part in _offload_parts(
+            there.case(stage, trains=stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN), sequences=1.0)
+        )
+    )
+    return stays, UnitCost(
+        stays.seconds + moved, stays.peak_bytes, _unit_resting_bytes(there, stages[-1])
+    )
+
+
+def rollout_cost(
+    job: JobSpec, placed: Placed, cluster: ClusterSpec, workload: WorkloadSpec
+) -> UnitCost | None:
+    """Generation under one layout, weight sync not counted; None if the engine cannot run."""
+    gpu = resolve_gpu(cluster)
+    shape = as_shape(job.actor)
+    fraction = placed.knobs.rollout_memory_fraction or 0.6
+    budget = fraction * gpu.memory_bytes - engine_weight_bytes(shape, placed.layout) - ENGINE_BYTES
+    if budget <= 0:
+        return None
+    made = rollout(
+        gpu,
+        resolve_network(cluster),
+        shape,
+        placed.layout,
+        sequences=workload.sequences_per_step,
+        prompt=workload.prompt_tokens,
+        response=workload.response_tokens,
+        cache_budget_bytes=budget,
+        samples_per_prompt=workload.samples_per_prompt,
+        max_sequences=job.rollout_max_sequences,
+        prefix_caching=job.prefix_caching,
+    )
+    if made is None:
+        return None
+    return UnitCost(made.seconds, fraction * gpu.memory_bytes, 0.0)

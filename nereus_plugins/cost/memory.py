@@ -164,7 +164,12 @@ def _working_bytes(case: Case, tokens: float, *, moe: bool) -> float:
 
 def memory(case: Case, stage: int | None = None) -> Memory:
     """Peak of one pipeline stage, or of the fullest."""
-    stages = range(case.layout.pp) if stage is None else [stage]
+    pp = case.layout.pp
+    # Earlier stages hold more micro-batches, the first the embedding, the last the logits; the
+    # second may be the first without dense layers. No other stage is the fullest of even ones.
+    even = case.first_stage_layers is None and case.last_stage_layers is None
+    fullest = sorted({0, 1, pp // 2, pp - 1}) if even and pp > 4 else list(range(pp))
+    stages = fullest if stage is None else [stage]
     peaks = [one for at in stages for one in _stage_peaks(case, at)]
     return max(peaks, key=lambda peak: peak.allocated_bytes)
 

@@ -91,9 +91,12 @@ def _stage_times(case: Case) -> list[_StageTime]:
     """One micro-batch on each stage, communication that FSDP does for layers not counted."""
     dense_layer = layer(case, moe=False) if case.shape.num_dense_layers else None
     moe_layer = layer(case, moe=True) if case.shape.num_moe_layers else None
-    out = []
+    out: list[_StageTime] = []
     stages = case.stage_layers()
     for stage, (dense, sparse) in enumerate(stages):
+        if 0 < stage < len(stages) - 1 and stages[stage] == stages[stage - 1]:
+            out.append(out[-1])
+            continue
         forward, backward, recompute = Seconds(), Seconds(), Seconds()
 
         def add(one: LayerSeconds | None, count: float) -> None:

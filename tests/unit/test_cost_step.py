@@ -82,7 +82,7 @@ def test_tied_embeddings_and_uneven_stages_change_the_heaviest_stage() -> None:
     untied = case("qwen2.5-7b", layout=layout)
     assert stage_params(untied, 0)[0] == pytest.approx(stage_params(untied, 1)[0], rel=1e-3)
     uneven = dataclasses.replace(untied, first_stage_layers=10)
-    assert uneven.stage_layers() == [(10, 0), (18, 0)]
+    assert uneven.stage_layers() == ((10, 0), (18, 0))
     assert step(uneven).seconds > 1.1 * step(untied).seconds
     assert memory(untied).stage == 0
     assert memory(uneven).stage == 1

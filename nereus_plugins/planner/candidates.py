@@ -1,0 +1,171 @@
+"""What each unit could run under on so many GPUs: layouts and knobs, costed, dominated ones out.
+
+A candidate is dominated when another is at most as slow, peaks at most as high and rests at most as
+large: it can be left out of any plan without loss, since plans only add seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from nereus_plugins.cost.estimate import (
+    Placed,
+    UnitCost,
+    rollout_cost,
+    sequence_moments,
+    unit_costs,
+)
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.spec import (
+    ClusterSpec,
+    Knobs,
+    Layout,
+    ModelSpec,
+    ModelStage,
+    SpecError,
+    WorkloadSpec,
+)
+
+ROLLOUT_FRACTIONS = (0.3, 0.45, 0.6, 0.75, 0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout and knobs of a unit, and what they cost."""
+
+    layout: Layout
+    knobs: Knobs
+    cost: UnitCost
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2
+
+
+def layouts(
+    job: JobSpec, model: ModelSpec, gpus: int, gpus_per_node: int, longest: float
+) -> Iterator[Layout]:
+    """Layouts of a training-engine unit on all of `gpus` ranks that divide the model.
+
+    Tensor parallelism stays inside a node. Sequences are cut over ranks (cp, ulysses) only where
+    they are longer than 8,192 tokens.
+    """
+    splits = list(_powers(8)) if longest > 8192 else [1]
+    if job.backend != "megatron":
+        for ulysses in splits:
+            if gpus % ulysses:
+                continue
+            dp = gpus // ulysses
+            if job.backend == "deepspeed":
+                made = [Layout(dp=gpus, sharding=s) for s in ("zero2", "zero3")]
+            else:
+                made = [Layout(dp=dp, ulysses=ulysses, sharding="fsdp")]
+                made += [
+                    Layout(dp=dp, ulysses=ulysses, sharding="hsdp", shard_size=size)
+                    for size in (gpus_per_node, 4 * gpus_per_node)
+                    if size < gpus and gpus % size == 0
+                ]
+            yield from made
+        return
+    for tp in _powers(min(gpus, gpus_per_node)):
+        for pp in range(1, min(gpus // tp, model.num_layers, 16) + 1):
+            for cp in splits:
+                if gpus % (tp * pp * cp) or model.num_layers % pp:
+                    continue
+                dp = gpus // (tp * pp * cp)
+                experts = [1]
+                if model.moe is not None:
+                    experts = [e for e in _powers(64) if (tp * cp * dp) % e == 0]
+                for ep in experts:
+                    for vpp in (1, 2) if pp > 1 else (1,):
+                        if model.num_layers % (pp * vpp) == 0:
+                            yield Layout(
+                                tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, vpp=vpp,
+                                sequence_parallel=tp > 1, sharding="zero1",
+                            )  # fmt: skip
+
+
+def knob_choices(job: JobSpec, workload: WorkloadSpec, *, trains: bool) -> Iterator[Knobs]:
+    """Token budgets from the longest sequence up, and recompute; offload comes with the costs."""
+    _, _, longest = sequence_moments(workload)
+    base = max(4096, -(-round(longest) // 1024) * 1024)
+    recomputes = ("none", "full") if trains else ("none",)
+    for budget in (base, 3 * base):
+        for recompute in recomputes:
+            yield Knobs(token_budget_tokens=budget, recompute=recompute)
+
+
+def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other dominates, fastest first; of equals the first."""
+    kept: list[Candidate] = []
+    order = sorted(
+        candidates, key=lambda c: (c.cost.seconds, c.cost.peak_bytes, c.cost.resting_bytes)
+    )
+    for one in order:
+        if not any(
+            k.cost.peak_bytes <= one.cost.peak_bytes
+            and k.cost.resting_bytes <= one.cost.resting_bytes
+            for k in kept
+        ):
+            kept.append(one)
+    return kept
+
+
+def unit_candidates(
+    job: JobSpec,
+    stages: tuple[ModelStage, ...],
+    gpus: int,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    allowed: Callable[[Layout, Knobs], bool],
+    reject: Callable[[str, str, float], None],
+    capacity_bytes: float,
+) -> list[Candidate]:
+    """Costed candidates of a unit of the training engine; what cannot be goes to `reject`."""
+    model = job.model_of(stages[-1])
+    trains = stages[-1] in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
+    _, _, longest = sequence_moments(workload)
+    made = []
+    for layout in layouts(job, model, gpus, cluster.gpus_per_node, longest):
+        try:
+            layout.check(model)
+        except SpecError as error:
+            reject("divisibility", str(error), 0.0)
+            continue
+        for knobs in knob_choices(job, workload, trains=trains):
+            away = dataclasses.replace(knobs, offload_params=True, offload_optimizer=trains)
+            both = [k for k in (knobs, away) if allowed(layout, k)]
+            if not both:
+                reject("capability", f"{stages[-1]} {layout}: the adapter cannot change to it", 0.0)
+                continue
+            stays, leaves = unit_costs(job, stages, Placed(layout, knobs), cluster, workload)
+            for choice in both:
+                cost = stays if choice is knobs else leaves
+                over = cost.peak_bytes - capacity_bytes
+                if over > 0:
+                    reject("memory", f"{stages[-1]} {layout}", over)
+                    continue
+                made.append(Candidate(layout, choice, cost))
+    return pareto(made)
+
+
+def rollout_candidates(
+    job: JobSpec, gpus: int, cluster: ClusterSpec, workload: WorkloadSpec
+) -> list[Candidate]:
+    """Engine replicas of tp ranks inside a node (or two), and their share of memory."""
+    made = []
+    heads = job.actor.num_attention_heads
+    for tp in _powers(min(gpus, 2 * cluster.gpus_per_node)):
+        if gpus % tp or heads % tp:
+            continue
+        for fraction in ROLLOUT_FRACTIONS:
+            layout = Layout(tp=tp, dp=gpus // tp)
+            knobs = Knobs(rollout_memory_fraction=fraction)
+            cost = rollout_cost(job, Placed(layout, knobs), cluster, workload)
+            if cost is not None:
+                made.append(Candidate(layout, knobs, cost))
+    return pareto(made)

@@ -1,0 +1,139 @@
+"""`nereus plan`: the best plan for a job on so many GPUs, and why not another."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nereus_plugins.cost import cli as cost_cli
+from nereus_plugins.cost.calibration import Calibration
+from nereus_plugins.cost.explain import explanation, table, to_dict
+from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
+
+from .search import Planned, plan
+
+
+def parser() -> argparse.ArgumentParser:
+    p = cost_cli.parser(states_plan=False)
+    p.prog = "nereus plan"
+    p.description = "The fastest plan that fits, its alternatives, and why others were not taken."
+    p.epilog = None
+    p.add_argument("--curve", action="store_true", help="throughput by number of GPUs")
+    return p
+
+
+def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
+    """The plan's actor and rollout as verl command-line overrides."""
+    train = chosen.assignments[ModelStage.ACTOR_TRAIN]
+    lay, knobs = train.layout, train.knobs
+    actor = "actor_rollout_ref.actor"
+    out = [
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={knobs.token_budget_tokens}",
+    ]
+    if backend == "megatron":
+        engine = f"{actor}.megatron"
+        out += [
+            f"{engine}.tensor_model_parallel_size={lay.tp}",
+            f"{engine}.pipeline_model_parallel_size={lay.pp}",
+            f"{engine}.context_parallel_size={lay.cp}",
+            f"{engine}.expert_model_parallel_size={lay.ep}",
+            f"{engine}.param_offload={knobs.offload_params}",
+            f"{engine}.optimizer_offload={knobs.offload_optimizer}",
+        ]
+    else:
+        engine = f"{actor}.fsdp_config"
+        out += [
+            f"{actor}.ulysses_sequence_parallel_size={lay.ulysses}",
+            f"{engine}.fsdp_size={lay.shard_size or -1}",
+            f"{engine}.param_offload={knobs.offload_params}",
+            f"{engine}.optimizer_offload={knobs.offload_optimizer}",
+            f"actor_rollout_ref.model.enable_gradient_checkpointing={knobs.recompute == 'full'}",
+        ]
+    rollout = chosen.assignments.get(ModelStage.ACTOR_GENERATE)
+    if rollout is not None:
+        engine = "actor_rollout_ref.rollout"
+        out += [
+            f"{engine}.tensor_model_parallel_size={rollout.layout.tp}",
+            f"{engine}.gpu_memory_utilization={rollout.knobs.rollout_memory_fraction}",
+        ]
+    return out
+
+
+def _text(found: Planned, backend: str) -> str:
+    lines = [
+        f"{found.plan.name}: at most {100 * found.gap:.1f} % from the fastest colocated plan of "
+        f"{found.considered} candidates",
+        table(found.estimate),
+        "",
+    ]
+    for other, result in found.alternatives:
+        slower = result.iteration_s / found.estimate.iteration_s - 1.0
+        layouts = ", ".join(f"{s} {a.layout}" for s, a in other.assignments.items())
+        lines.append(f"next: {100 * slower:+.1f} %  {other.name}: {layouts}")
+    for reason in found.rejections:
+        amount = ""
+        if reason.kind == "memory":
+            amount = f", nearest {reason.least / 2**30:.1f} GiB a GPU over: {reason.example}"
+        elif reason.kind != "slower":
+            amount = f": {reason.example}"
+        lines.append(f"not taken, {reason.kind}: {reason.count}{amount}")
+    lines += ["", "verl overrides:", *(f"  {o}" for o in verl_overrides(found.plan, backend))]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0 found, 1 nothing fits, 2 wrong usage or bad input."""
+    args = parser().parse_args(arguments)
+    try:
+        job, cluster = cost_cli.job_from(args), cost_cli.cluster_from(args)
+        workload = cost_cli.workload_from(args)
+        learned = Calibration.load(args.calibration) if args.calibration else None
+    except (SpecError, OSError) as error:
+        print(f"nereus plan: {error}", file=sys.stderr)
+        return 2
+    if args.curve:
+        count = min(cluster.gpus_per_node, cluster.world_size)
+        points: list[dict[str, Any]] = []
+        while count <= cluster.world_size:
+            try:
+                found = plan(job, cluster, workload, learned, gpus=count)
+                rate = workload.sequences_per_step / found.estimate.iteration_s
+                points.append({"gpus": count, "sequences_per_s": rate, "fits": True})
+            except SpecError:
+                points.append({"gpus": count, "sequences_per_s": 0.0, "fits": False})
+            count *= 2
+        if args.json:
+            print(json.dumps(points))
+        else:
+            for point in points:
+                print(f"{point['gpus']:6d} GPUs  {point['sequences_per_s']:10.2f} sequences/s")
+        return 0
+    try:
+        found = plan(job, cluster, workload, learned)
+    except SpecError as error:
+        print(f"nereus plan: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        out = {
+            "plan": found.plan.to_dict(),
+            "estimate": to_dict(found.estimate),
+            "gap": found.gap,
+            "considered": found.considered,
+            "alternatives": [
+                {"plan": p.to_dict(), "iteration_s": e.iteration_s} for p, e in found.alternatives
+            ],
+            "rejections": [dataclasses.asdict(r) for r in found.rejections],
+            "verl_overrides": verl_overrides(found.plan, job.backend),
+        }
+        print(json.dumps(out))
+    else:
+        print(_text(found, job.backend))
+        if args.explain:
+            print()
+            print(explanation(found.estimate))
+    return 0
