@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from nereus_plugins.cost.estimate import (
     Calibration,
@@ -23,7 +24,6 @@ from nereus_plugins.cost.estimate import (
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.cost.shape import as_shape
-from nereus_plugins.job import Capabilities
 from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
@@ -41,6 +41,23 @@ S = ModelStage
 # Fraction of a GPU that a plan leaves free: the model's own error and the batch's chance.
 MARGIN = 0.05
 _FINALISTS = 6
+
+
+class StageChanges(Protocol):
+    """What of one stage an adapter can change (`nereus_plugins.job.StageCapability`)."""
+
+    @property
+    def layout_fields(self) -> frozenset[str]: ...
+
+    @property
+    def knob_fields(self) -> frozenset[str]: ...
+
+
+class Changes(Protocol):
+    """What an adapter can change (`nereus_plugins.job.Capabilities`)."""
+
+    @property
+    def stages(self) -> Mapping[ModelStage, StageChanges]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +208,7 @@ def plan(
     calibration: Calibration | None = None,
     *,
     gpus: int | None = None,
-    capabilities: Capabilities | None = None,
+    capabilities: Changes | None = None,
     current: GlobalPlan | None = None,
     horizon_steps: int = 100,
 ) -> Planned:
@@ -300,7 +317,7 @@ def _nothing_fits(rejected: _Rejected, job: JobSpec, gpus: int) -> str:
 
 
 def _fixed(
-    capabilities: Capabilities | None, current: GlobalPlan | None, stage: ModelStage
+    capabilities: Changes | None, current: GlobalPlan | None, stage: ModelStage
 ) -> Assignment | None:
     """The assignment that a stage must keep, if its adapter cannot change it."""
     if capabilities is None or current is None or stage in capabilities.stages:
@@ -309,7 +326,7 @@ def _fixed(
 
 
 def _allowed(
-    capabilities: Capabilities | None,
+    capabilities: Changes | None,
     current: GlobalPlan | None,
     stage: ModelStage,
     layout: Layout,
@@ -319,8 +336,8 @@ def _allowed(
         return True
     now = current.assignments[stage]
     can = capabilities.stages.get(stage)
-    layout_fields = can.layout_fields if can else frozenset()
-    knob_fields = can.knob_fields if can else frozenset()
+    layout_fields: frozenset[str] = can.layout_fields if can else frozenset()
+    knob_fields: frozenset[str] = can.knob_fields if can else frozenset()
 
     def changed(a: Layout | Knobs, b: Layout | Knobs) -> set[str]:
         return {f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name)}
