@@ -37,13 +37,19 @@ SHIPPED = ROOT / "benchmarks" / "data" / "perf"
 
 # Groups (source, model, GPU) on which constants were fitted: the sustained GEMM rate of A100 and
 # H100, the slow-down under overlapped communication, the FA1-era attention factors (llm_foundry),
-# the loss and adapter bytes of PyTorch-operation code (prime_rl), and launch times (megatron_lm).
+# the loss and adapter bytes of PyTorch-operation code (prime_rl), and launch times (megatron_lm);
+# and groups that were looked at when an assumption was given its value: exposed async tensor
+# parallelism and bytes of a parallel loss (torchtitan 70b), slow-down of expert products
+# (megatron_bridge), balance of experts (nemo_rl).
 FITTED = {
     ("llm_foundry", "7b", "a100_40gb"),
     ("llm_foundry", "7b", "h100_80gb"),
     ("llm_foundry", "13b", "h100_80gb"),
     ("prime_rl", "qwen3-0.6b", "h100_80gb"),
     ("megatron_lm", "gpt 12x512", "h100_80gb"),
+    ("torchtitan", "llama3-70b", "h100_96gb"),
+    ("megatron_bridge", "gpt-oss-120b", "h100_80gb"),
+    ("nemo_rl", "qwen3-30b-a3b", "h100_80gb"),
 }
 
 
