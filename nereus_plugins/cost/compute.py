@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from .case import Case
 from .communication import collective_s
@@ -13,10 +12,7 @@ from .kernels import attention_s, gemm_s
 # H100 reach 0.85 to 0.92).
 HBM_EFFICIENCY = 0.85
 
-PARTS = ("gemm", "attention", "elementwise", "tp", "cp", "ep", "host")
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Seconds:
     """Time by cause. `tp`, `cp`, `ep` are exposed communication; `host` is launching left over."""
 
@@ -28,15 +24,34 @@ class Seconds:
     ep: float = 0.0
     host: float = 0.0
 
+    # Written out: a plan's search adds and scales these some hundred thousand times.
     @property
     def total(self) -> float:
-        return sum(getattr(self, p) for p in PARTS)
+        return (
+            self.gemm + self.attention + self.elementwise + self.tp + self.cp + self.ep + self.host
+        )
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, p) + getattr(other, p) for p in PARTS))
+        return Seconds(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.elementwise + other.elementwise,
+            self.tp + other.tp,
+            self.cp + other.cp,
+            self.ep + other.ep,
+            self.host + other.host,
+        )
 
     def __mul__(self, factor: float) -> Seconds:
-        return Seconds(*(getattr(self, p) * factor for p in PARTS))
+        return Seconds(
+            self.gemm * factor,
+            self.attention * factor,
+            self.elementwise * factor,
+            self.tp * factor,
+            self.cp * factor,
+            self.ep * factor,
+            self.host * factor,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,12 +219,29 @@ def _tensor_parallel_s(case: Case, tokens: float, collectives: int) -> float:
 ASYNC_TP_EXPOSED = 0.4
 
 
+_LAYERS: dict[tuple[object, ...], LayerSeconds] = {}
+_LAYERS_KEPT = 20_000
+
+
 def layer(case: Case, *, moe: bool) -> LayerSeconds:
-    """One layer on one micro-batch."""
-    return _layer(dataclasses.replace(case, first_stage_layers=None, last_stage_layers=None), moe)
+    """One layer on one micro-batch; remembered by what it depends on, which is not pp, vpp or dp.
+
+    Sharers must not change what they get: add and scale make new objects.
+    """
+    lay, batch = case.layout, case.batch
+    key = (
+        case.shape, case.gpu, case.network, case.software, case.knobs.recompute, moe,
+        lay.tp, lay.cp, lay.ulysses, lay.ep, lay.etp, lay.sequence_parallel,
+        batch.tokens, batch.attended, batch.micro_batches > 1,
+    )  # fmt: skip
+    found = _LAYERS.get(key)
+    if found is None:
+        if len(_LAYERS) >= _LAYERS_KEPT:
+            _LAYERS.clear()
+        found = _LAYERS[key] = _layer(case, moe)
+    return found
 
 
-@functools.lru_cache(maxsize=20_000)
 def _layer(case: Case, moe: bool) -> LayerSeconds:
     shape, lay = case.shape, case.layout
     tokens = case.tokens_here(case.batch.tokens)

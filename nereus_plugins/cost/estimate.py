@@ -548,11 +548,13 @@ class UnitCost:
         seconds: all stages of the unit in one iteration, transfers to and from the host included.
         peak_bytes: reserved by the unit at its highest, CUDA context not counted.
         resting_bytes: what stays on the GPU while other units run.
+        bounded: whether more memory would make it faster (a rollout's cache).
     """
 
     seconds: float
     peak_bytes: float
     resting_bytes: float
+    bounded: bool = False
 
 
 def unit_costs(
@@ -630,4 +632,4 @@ def rollout_cost(
     )
     if made is None:
         return None
-    return UnitCost(made.seconds, fraction * gpu.memory_bytes, 0.0)
+    return UnitCost(made.seconds, fraction * gpu.memory_bytes, 0.0, made.preempted)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from .case import Case
 from .communication import collective_s, point_to_point_s
 from .compute import HBM_EFFICIENCY, LayerSeconds, Seconds, head, layer
+from .shape import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +39,37 @@ def stage_params(case: Case, stage: int) -> tuple[float, float]:
 
     A tied output layer on another stage than the embedding is a second copy.
     """
-    shape, lay = case.shape, case.layout
-    dense, sparse = case.stage_layers()[stage]
-    common: float = dense * shape.dense_layer_params(lay.tp)
+    lay = case.layout
+    layers = case.stage_layers()[stage]
+    return _stage_params(case.shape, lay.tp, lay.ep, lay.etp, lay.pp, stage, layers)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _stage_params(
+    shape: Shape, tp: int, ep: int, etp: int, pp: int, stage: int, layers: tuple[int, int]
+) -> tuple[float, float]:
+    dense, sparse = layers
+    common: float = dense * shape.dense_layer_params(tp)
     routed = 0.0
     if sparse:
         assert shape.moe is not None
-        common += sparse * shape.moe_shared_params(lay.tp)
-        routed = sparse * shape.moe.num_experts / lay.ep * shape.expert_params(lay.etp)
+        common += sparse * shape.moe_shared_params(tp)
+        routed = sparse * shape.moe.num_experts / ep * shape.expert_params(etp)
     if stage == 0:
-        common += shape.embedding_params(lay.tp)
-    if stage == lay.pp - 1:
-        common += shape.head_params(lay.tp)
-        if shape.model.tied_embeddings and lay.pp > 1:
-            common += shape.model.vocab_size * shape.model.hidden_size / lay.tp
+        common += shape.embedding_params(tp)
+    if stage == pp - 1:
+        common += shape.head_params(tp)
+        if shape.model.tied_embeddings and pp > 1:
+            common += shape.model.vocab_size * shape.model.hidden_size / tp
         if shape.mtp_layers:
             common += shape.mtp_layers * (
-                2 * shape.model.hidden_size**2 / lay.tp + shape.dense_layer_params(lay.tp)
+                2 * shape.model.hidden_size**2 / tp + shape.dense_layer_params(tp)
                 if shape.moe is None
-                else shape.moe_shared_params(lay.tp) + 2 * shape.model.hidden_size**2 / lay.tp
+                else shape.moe_shared_params(tp) + 2 * shape.model.hidden_size**2 / tp
             )
             if shape.moe is not None:
-                routed += (shape.mtp_layers * shape.moe.num_experts / lay.ep) * shape.expert_params(
-                    lay.etp
+                routed += (shape.mtp_layers * shape.moe.num_experts / ep) * shape.expert_params(
+                    etp
                 )
     return float(common), float(routed)
 

@@ -168,4 +168,6 @@ def rollout_candidates(
             cost = rollout_cost(job, Placed(layout, knobs), cluster, workload)
             if cost is not None:
                 made.append(Candidate(layout, knobs, cost))
+                if not cost.bounded:
+                    break  # more cache would change nothing
     return pareto(made)

@@ -124,41 +124,55 @@ def choose(
 ) -> list[tuple[float, tuple[Candidate, ...]]]:
     """The `keep` fastest ways to take one candidate of each list so that every one of them, with
     what the others leave resting, stays within capacity. Exact; fastest first."""
-    order = sorted(range(len(choices)), key=lambda i: len(choices[i]))
+    if not all(choices):
+        return []
+    # What cannot run even beside the least that the others leave is out of every plan.
+    light = [min(c.cost.resting_bytes for c in options) for options in choices]
+    usable = [
+        sorted(
+            (c for c in options if c.cost.peak_bytes + sum(light) - light[i] <= capacity_bytes),
+            key=lambda c: c.cost.seconds,
+        )
+        for i, options in enumerate(choices)
+    ]
+    if not all(usable):
+        return []
+    # Units that gain most from their choice first: their bounds cut most.
+    order = sorted(range(len(usable)), key=lambda i: usable[i][0].cost.seconds, reverse=True)
     fastest = [0.0] * (len(order) + 1)
     lightest = [0.0] * (len(order) + 1)
     for at in range(len(order) - 1, -1, -1):
-        options = choices[order[at]]
-        if not options:
-            return []
-        fastest[at] = fastest[at + 1] + min(c.cost.seconds for c in options)
+        options = usable[order[at]]
+        fastest[at] = fastest[at + 1] + options[0].cost.seconds
         lightest[at] = lightest[at + 1] + min(c.cost.resting_bytes for c in options)
     found: list[tuple[float, tuple[Candidate, ...]]] = []
+    worst = math.inf
 
-    def worst() -> float:
-        return found[-1][0] if len(found) >= keep else math.inf
-
-    def descend(at: int, taken: list[Candidate], seconds: float, resting: float) -> None:
-        if seconds + fastest[at] >= worst():
-            return
-        for one in taken:
-            beside = resting - one.cost.resting_bytes + lightest[at]
-            if one.cost.peak_bytes + beside > capacity_bytes:
-                return
+    def descend(
+        at: int, taken: tuple[Candidate, ...], seconds: float, resting: float, highest: float
+    ) -> None:
+        """`highest`: the largest of peak - resting of those taken; resting: of all taken."""
+        nonlocal worst
         if at == len(order):
-            placed: list[Candidate | None] = [None] * len(order)
-            for slot, one in zip(order, taken, strict=True):
-                placed[slot] = one
-            found.append((seconds, tuple(c for c in placed if c is not None)))
+            placed = dict(zip(order, taken, strict=True))
+            found.append((seconds, tuple(placed[i] for i in range(len(order)))))
             found.sort(key=lambda f: f[0])
             del found[keep:]
+            if len(found) >= keep:
+                worst = found[-1][0]
             return
-        for one in choices[order[at]]:
-            taken.append(one)
-            descend(at + 1, taken, seconds + one.cost.seconds, resting + one.cost.resting_bytes)
-            taken.pop()
+        rest, beside = fastest[at + 1], lightest[at + 1]
+        for one in usable[order[at]]:
+            cost = one.cost
+            total = seconds + cost.seconds
+            if total + rest >= worst:
+                return  # sorted: those that follow are slower
+            above = max(highest, cost.peak_bytes - cost.resting_bytes)
+            under = resting + cost.resting_bytes
+            if above + under + beside <= capacity_bytes:
+                descend(at + 1, (*taken, one), total, under, above)
 
-    descend(0, [], 0.0, 0.0)
+    descend(0, (), 0.0, 0.0, 0.0)
     return found
 
 
