@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "plan": ("the fastest plan that fits in memory, its alternatives, and why not others", _plan),
     "estimate": ("whether a given plan fits, and how fast it runs", _estimate),
     "calibrate": ("learn from a run that has happened what estimates are off by", _calibrate),
-    "selftest": ("prove on this machine that moving state is bit-exact and failures safe", _selftest),
+    "selftest": ("prove on this machine: moving state is bit-exact, failures are safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
 }

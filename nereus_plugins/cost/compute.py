@@ -12,6 +12,7 @@ from .kernels import attention_s, gemm_s
 # H100 reach 0.85 to 0.92).
 HBM_EFFICIENCY = 0.85
 
+
 @dataclasses.dataclass(slots=True)
 class Seconds:
     """Time by cause. `tp`, `cp`, `ep` are exposed communication; `host` is launching left over."""

@@ -287,8 +287,7 @@ def estimate(
         if stage not in wanted:
             raise SpecError(f"plan {plan.name}: the job has no stage {stage}; remove it")
         assignment = plan.assignments[stage]
-        for device in assignment.devices:
-            cluster.node_of(device)
+        cluster.node_of(max(assignment.devices))
         if stage is not S.ACTOR_GENERATE:
             _check_layout(assignment, job, stage)
 
@@ -365,6 +364,12 @@ def _merged(steps: list[tuple[float, Step]], extra: list[Part]) -> tuple[Part, .
 
 
 def _model_stage(context: _Context, stage: ModelStage) -> tuple[tuple[Part, ...], Memory]:
+    parts, case = _stage_seconds(context, stage)
+    return parts, memory(case)
+
+
+def _stage_seconds(context: _Context, stage: ModelStage) -> tuple[tuple[Part, ...], Case]:
+    """Seconds by cause, and the case that decides the stage's peak memory."""
     job, workload = context.job, context.workload
     everything = float(workload.sequences_per_step)
     if stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN):
@@ -378,9 +383,9 @@ def _model_stage(context: _Context, stage: ModelStage) -> tuple[tuple[Part, ...]
             extra.append(
                 Part("old_logprob", forward.seconds, "forward pass over the batch, training layout")
             )
-        return _merged(steps, extra), memory(case)
+        return _merged(steps, extra), case
     case = context.case(stage, trains=False, sequences=everything)
-    return _merged([(1.0, step(case))], _offload_parts(case)), memory(case)
+    return _merged([(1.0, step(case))], _offload_parts(case)), case
 
 
 def _offload_parts(case: Case) -> list[Part]:
@@ -524,19 +529,18 @@ def _timeline(
     context: _Context, wanted: tuple[ModelStage, ...], times: Mapping[ModelStage, tuple[Part, ...]]
 ) -> tuple[dict[ModelStage, float], float]:
     """Start of each stage, and the end of the last, when devices run one stage at a time."""
-    free: dict[int, float] = {}
+    busy: list[tuple[frozenset[int], float]] = []
     ends: dict[ModelStage, float] = {}
     starts: dict[ModelStage, float] = {}
     for stage in wanted:
-        devices = context.assignments[stage].devices
+        devices = frozenset(context.assignments[stage].devices)
         ready = max((ends[n] for n in _NEEDS[stage] if n in ends), default=0.0)
         if stage is not S.ACTOR_GENERATE and S.ACTOR_GENERATE in ends:
             ready = max(ready, ends[S.ACTOR_GENERATE])
-        start = max([ready, *(free.get(d, 0.0) for d in devices)])
+        start = max([ready, *(end for held, end in busy if not held.isdisjoint(devices))])
         end = start + sum(p.value for p in times[stage])
         starts[stage], ends[stage] = start, end
-        for device in devices:
-            free[device] = end
+        busy.append((devices, end))
     return starts, max(ends.values())
 
 
@@ -586,9 +590,11 @@ def unit_costs(
     def cost(here: _Context) -> UnitCost:
         seconds = peak = 0.0
         for stage in stages:
-            parts, highest = _model_stage(here, stage)
+            parts, case = _stage_seconds(here, stage)
             seconds += sum(p.value for p in parts)
-            peak = max(peak, highest.reserved_bytes)
+            # On one layout a pass that trains holds all that one forward does, and more.
+            if stage is stages[-1] or not trains:
+                peak = max(peak, memory(case).reserved_bytes)
         return UnitCost(seconds, peak, _unit_resting_bytes(here, stages[-1]))
 
     stays = cost(context(placed))

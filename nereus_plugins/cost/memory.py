@@ -176,6 +176,24 @@ def memory(case: Case, stage: int | None = None) -> Memory:
 
 def state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
     """Weights, gradients and optimizer state that stay on a rank: bytes and formula."""
+    # Not the batch: a search asks again for every batch and knob of a layout.
+    key = (
+        case.shape, case.layout, case.software, case.knobs.offload_optimizer, case.trains, stage,
+        case.first_stage_layers, case.last_stage_layers,
+    )  # fmt: skip
+    found = _STATES.get(key)
+    if found is None:
+        if len(_STATES) >= _STATES_KEPT:
+            _STATES.clear()
+        found = _STATES[key] = _state_bytes(case, stage)
+    return dict(found)
+
+
+_STATES: dict[tuple[object, ...], dict[str, tuple[float, str]]] = {}
+_STATES_KEPT = 20_000
+
+
+def _state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
     lay, soft = case.layout, case.software
     common, routed = stage_params(case, stage)
     shards = case.shard_ranks

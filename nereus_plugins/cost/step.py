@@ -68,9 +68,7 @@ def _stage_params(
                 else shape.moe_shared_params(tp) + 2 * shape.model.hidden_size**2 / tp
             )
             if shape.moe is not None:
-                routed += (shape.mtp_layers * shape.moe.num_experts / ep) * shape.expert_params(
-                    etp
-                )
+                routed += (shape.mtp_layers * shape.moe.num_experts / ep) * shape.expert_params(etp)
     return float(common), float(routed)
 
 

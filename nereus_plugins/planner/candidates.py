@@ -27,6 +27,8 @@ from nereus_plugins.spec import (
     WorkloadSpec,
 )
 
+# Sequences are cut over ranks only where they are longer.
+SPLIT_TOKENS = 8192
 ROLLOUT_FRACTIONS = (0.3, 0.45, 0.6, 0.75, 0.9)
 
 
@@ -37,6 +39,10 @@ class Candidate:
     layout: Layout
     knobs: Knobs
     cost: UnitCost
+
+
+# A layout, and which of `knob_choices` goes with it.
+Choice = tuple[Layout, int]
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -52,9 +58,9 @@ def layouts(
     """Layouts of a training-engine unit on all of `gpus` ranks that divide the model.
 
     Tensor parallelism stays inside a node. Sequences are cut over ranks (cp, ulysses) only where
-    they are longer than 8,192 tokens.
+    they are longer than `SPLIT_TOKENS`.
     """
-    splits = list(_powers(8)) if longest > 8192 else [1]
+    splits = list(_powers(8)) if longest > SPLIT_TOKENS else [1]
     if job.backend != "megatron":
         for ulysses in splits:
             if gpus % ulysses:
@@ -89,7 +95,7 @@ def layouts(
                             )  # fmt: skip
 
 
-def knob_choices(job: JobSpec, workload: WorkloadSpec, *, trains: bool) -> Iterator[Knobs]:
+def knob_choices(workload: WorkloadSpec, *, trains: bool) -> Iterator[Knobs]:
     """Token budgets from the longest sequence up, and recompute; offload comes with the costs."""
     _, _, longest = sequence_moments(workload)
     base = max(4096, -(-round(longest) // 1024) * 1024)
@@ -124,19 +130,29 @@ def unit_candidates(
     allowed: Callable[[Layout, Knobs], bool],
     reject: Callable[[str, str, float], None],
     capacity_bytes: float,
-) -> list[Candidate]:
-    """Costed candidates of a unit of the training engine; what cannot be goes to `reject`."""
+    only: frozenset[Choice] | None = None,
+) -> tuple[list[Candidate], frozenset[Choice]]:
+    """Costed candidates of a unit of the training engine; what cannot be goes to `reject`.
+
+    Returns them, and the choices worth costing again when the workload's lengths move. `only`: cost
+    just these, as an earlier call returned them.
+    """
     model = job.model_of(stages[-1])
     trains = stages[-1] in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
     _, _, longest = sequence_moments(workload)
-    made = []
-    for layout in layouts(job, model, gpus, cluster.gpus_per_node, longest):
+    made: list[Candidate] = []
+    choice_of: list[Choice] = []
+    sizes = list(knob_choices(workload, trains=trains))
+    known = None if only is None else {layout for layout, _ in only}
+    for layout in known or layouts(job, model, gpus, cluster.gpus_per_node, longest):
         try:
             layout.check(model)
         except SpecError as error:
             reject("divisibility", str(error), 0.0)
             continue
-        for knobs in knob_choices(job, workload, trains=trains):
+        for index, knobs in enumerate(sizes):
+            if only is not None and (layout, index) not in only:
+                continue
             away = dataclasses.replace(knobs, offload_params=True, offload_optimizer=trains)
             both = [k for k in (knobs, away) if allowed(layout, k)]
             if not both:
@@ -150,7 +166,27 @@ def unit_candidates(
                     reject("memory", f"{stages[-1]} {layout}", over)
                     continue
                 made.append(Candidate(layout, choice, cost))
-    return pareto(made)
+                choice_of.append((layout, index))
+    return pareto(made), only or _near(made, choice_of)
+
+
+# A candidate this much slower than one that dominates it is not costed again when lengths move.
+NEAR = 1.05
+
+
+def _near(made: list[Candidate], choice_of: list[Choice]) -> frozenset[Choice]:
+    """Choices that are not dominated, or would not be if they were a little faster."""
+    front = pareto(made)
+    return frozenset(
+        choice
+        for one, choice in zip(made, choice_of, strict=True)
+        if not any(
+            NEAR * k.cost.seconds < one.cost.seconds
+            and k.cost.peak_bytes <= one.cost.peak_bytes
+            and k.cost.resting_bytes <= one.cost.resting_bytes
+            for k in front
+        )
+    )
 
 
 def rollout_candidates(

@@ -19,6 +19,7 @@ from nereus_plugins.cost.estimate import (
     Calibration,
     Estimate,
     estimate,
+    sequence_moments,
     weight_sync_floor_s,
 )
 from nereus_plugins.cost.job import JobSpec
@@ -35,7 +36,7 @@ from nereus_plugins.spec import (
     WorkloadSpec,
 )
 
-from .candidates import Candidate, rollout_candidates, unit_candidates
+from .candidates import SPLIT_TOKENS, Candidate, Choice, rollout_candidates, unit_candidates
 
 S = ModelStage
 # Fraction of a GPU that a plan leaves free: the model's own error and the batch's chance.
@@ -73,6 +74,32 @@ class Rejection:
     least: float
 
 
+# Lengths may move this much from those that a shortlist was made for before all is costed again.
+SHORTLIST_HOLDS = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortlist:
+    """The candidates that were close when all were costed, and what for.
+
+    Re-planning on it finds what a full search would unless a candidate overtakes that was more than
+    `candidates.NEAR` slower than another no larger: a search far from its start is made anew.
+    """
+
+    question: tuple[object, ...]
+    mean_tokens: float
+    splits_sequences: bool
+    choices: Mapping[tuple[str, int], frozenset[Choice]]
+
+    def holds(self, question: tuple[object, ...], workload: WorkloadSpec) -> bool:
+        mean, _, longest = sequence_moments(workload)
+        return (
+            self.question == question
+            and self.splits_sequences == (longest > SPLIT_TOKENS)
+            and 1 / SHORTLIST_HOLDS < mean / self.mean_tokens < SHORTLIST_HOLDS
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """What the search found.
@@ -83,6 +110,7 @@ class Planned:
         rejections: why others were not taken.
         gap: how much faster than `plan` any colocated plan of the space could be at most, relative.
         considered: candidates costed.
+        shortlist: what re-planning costs again (`plan(after=...)`).
     """
 
     plan: GlobalPlan
@@ -91,6 +119,7 @@ class Planned:
     rejections: tuple[Rejection, ...]
     gap: float
     considered: int
+    shortlist: Shortlist = dataclasses.field(repr=False, compare=False)
 
 
 class _Rejected:
@@ -225,6 +254,7 @@ def plan(
     capabilities: Changes | None = None,
     current: GlobalPlan | None = None,
     horizon_steps: int = 100,
+    after: Planned | None = None,
 ) -> Planned:
     """The fastest plan that fits, of all layouts, knobs and placements considered.
 
@@ -233,6 +263,8 @@ def plan(
         capabilities: what the adapter can change of `current`; other changes are not proposed.
         current: the plan in force. The cost of leaving it, spread over `horizon_steps`, is part of
             the objective: state that a rank must receive over its network port, as a bound.
+        after: an earlier answer to the same question but for lengths and calibration. What was far
+            from best then is not costed again (see `Shortlist`), unless lengths moved too far.
 
     Raises:
         SpecError: nothing fits; the message says what came nearest and by how much it does not.
@@ -244,6 +276,14 @@ def plan(
     rejected = _Rejected()
     units = units_of(job)
     cache: dict[tuple[str, int], list[Candidate]] = {}
+    question = (
+        job, cluster, total, capabilities, current,
+        workload.prompts_per_step, workload.samples_per_prompt, workload.mini_batch_prompts,
+    )  # fmt: skip
+    held = None
+    if after is not None and after.shortlist.holds(question, workload):
+        held = after.shortlist
+    near: dict[tuple[str, int], frozenset[Choice]] = {}
 
     def candidates(name: str, count: int) -> list[Candidate]:
         if (name, count) not in cache:
@@ -258,9 +298,10 @@ def plan(
                 def allowed(layout: Layout, knobs: Knobs) -> bool:
                     return _allowed(capabilities, current, stage, layout, knobs)
 
-                made = unit_candidates(
-                    job, units[name], count, cluster, workload, allowed, rejected, capacity
-                )
+                made, near[name, count] = unit_candidates(
+                    job, units[name], count, cluster, workload, allowed, rejected, capacity,
+                    held.choices.get((name, count)) if held else None,
+                )  # fmt: skip
             cache[name, count] = made
         return cache[name, count]
 
@@ -319,7 +360,17 @@ def plan(
         rejected.listed(),
         gap,
         sum(len(c) for c in cache.values()) + sum(rejected.count.values()),
+        held or _shortlist(question, workload, near),
     )
+
+
+def _shortlist(
+    question: tuple[object, ...],
+    workload: WorkloadSpec,
+    near: Mapping[tuple[str, int], frozenset[Choice]],
+) -> Shortlist:
+    mean, _, longest = sequence_moments(workload)
+    return Shortlist(question, mean, longest > SPLIT_TOKENS, near)
 
 
 def _nothing_fits(rejected: _Rejected, job: JobSpec, gpus: int) -> str:

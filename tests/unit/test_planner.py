@@ -1,5 +1,6 @@
 """The planner: exact joint choice, plans that fit, and reasons for what was not taken."""
 
+import dataclasses
 import itertools
 import json
 
@@ -174,3 +175,27 @@ def test_the_curve_rises(capsys: pytest.CaptureFixture[str]) -> None:
     rates = [p["sequences_per_s"] for p in json.loads(capsys.readouterr().out)]
     assert len(rates) == 3
     assert rates == sorted(rates)
+
+
+def test_replanning_on_the_shortlist_finds_what_a_full_search_does() -> None:
+    job = JobSpec(read_model("llama3-8b"), backend="megatron")
+    cluster = cluster_of("h100", 16)
+    first = plan(job, cluster, WORK)
+    for factor in (0.8, 1.1, 1.3):
+        lengths = LengthDistribution.lognormal(800 * factor, 0.5, max_tokens=2048)
+        moved = dataclasses.replace(WORK, response_tokens=lengths)
+        again, full = plan(job, cluster, moved, after=first), plan(job, cluster, moved)
+        assert again.estimate.iteration_s == pytest.approx(full.estimate.iteration_s)
+        assert again.considered < full.considered
+        assert again.shortlist is first.shortlist
+
+
+def test_a_shortlist_is_dropped_when_lengths_move_far() -> None:
+    job = JobSpec(read_model("llama3-8b"), backend="megatron", reference=False)
+    cluster = cluster_of("h100", 8)
+    first = plan(job, cluster, WORK)
+    long = LengthDistribution.lognormal(9000, 0.3, max_tokens=16384)
+    moved = dataclasses.replace(WORK, response_tokens=long)
+    again = plan(job, cluster, moved, after=first)
+    assert again.shortlist is not first.shortlist
+    assert again.estimate == plan(job, cluster, moved).estimate
