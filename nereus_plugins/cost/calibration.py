@@ -27,9 +27,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nereus_plugins.spec import Assignment, Layout, ModelStage, SpecError
+
+if TYPE_CHECKING:
+    from .estimate import Placed
 
 # Random walk of one step, relative to the stage's seconds: the filter's memory of the level is some
 # NOISE / WALK steps, of the slope several times that.
@@ -224,17 +227,21 @@ class Calibration:
                 known.observe(predicted_bytes[stage], measured, weight=weight)
         return outliers
 
-    def seconds(self, stage: ModelStage, assignment: Assignment, predicted_s: float) -> float:
+    def seconds(
+        self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
+    ) -> float:
         """Seconds to expect where the model alone says `predicted_s`."""
         return self.with_spread(stage, assignment, predicted_s)[0]
 
     def with_spread(
-        self, stage: ModelStage, assignment: Assignment, predicted_s: float
+        self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
     ) -> tuple[float, float]:
         """(seconds, their standard deviation)."""
         return self._filter(self.seconds_filters, stage, assignment.layout).predict(predicted_s)
 
-    def bytes(self, stage: ModelStage, assignment: Assignment, predicted_bytes: float) -> float:
+    def bytes(
+        self, stage: ModelStage, assignment: Assignment | Placed, predicted_bytes: float
+    ) -> float:
         """Peak bytes to plan for: the expected peak and twice its standard deviation."""
         if not any(key[0] is stage for key in self.memory_filters):
             return predicted_bytes

@@ -65,9 +65,13 @@ TENSOR_S = 0.7e-3
 class Calibration(Protocol):
     """What a running job has taught (see calibration.py): what to expect of a stage."""
 
-    def seconds(self, stage: ModelStage, assignment: Assignment, predicted_s: float) -> float: ...
+    def seconds(
+        self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
+    ) -> float: ...
 
-    def bytes(self, stage: ModelStage, assignment: Assignment, predicted_bytes: float) -> float: ...
+    def bytes(
+        self, stage: ModelStage, assignment: Assignment | Placed, predicted_bytes: float
+    ) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -567,6 +571,7 @@ def unit_costs(
     placed: Placed,
     cluster: ClusterSpec,
     workload: WorkloadSpec,
+    calibration: Calibration | None = None,
 ) -> tuple[UnitCost, UnitCost]:
     """Cost of the stages of one unit that is not the rollout: resident, and offloaded when idle.
 
@@ -577,44 +582,72 @@ def unit_costs(
     trains = stages[-1] in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
     away = dataclasses.replace(placed.knobs, offload_params=True, offload_optimizer=trains)
 
-    def context(one: Placed) -> _Context:
-        return _Context(
-            job,
-            dict.fromkeys(stages, one),
-            cluster,
-            workload,
-            resolve_gpu(cluster),
-            resolve_network(cluster),
-        )
-
-    def cost(here: _Context) -> UnitCost:
-        seconds = peak = 0.0
-        for stage in stages:
-            parts, case = _stage_seconds(here, stage)
-            seconds += sum(p.value for p in parts)
-            # On one layout a pass that trains holds all that one forward does, and more.
-            if stage is stages[-1] or not trains:
-                peak = max(peak, memory(case).reserved_bytes)
-        return UnitCost(seconds, peak, _unit_resting_bytes(here, stages[-1]))
-
-    stays = cost(context(placed))
-    there = context(Placed(placed.layout, away))
+    there = Placed(placed.layout, away)
+    stays = unit_cost(job, stages, placed, cluster, workload, calibration)
     if job.backend == "deepspeed" and trains:
-        return stays, cost(there)
+        return stays, unit_cost(job, stages, there, cluster, workload, calibration)
+    context = _unit_context(job, stages, there, cluster, workload)
     moved = sum(
         part.value
         for stage in stages
         for part in _offload_parts(
-            there.case(stage, trains=stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN), sequences=1.0)
+            context.case(stage, trains=stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN), sequences=1.0)
         )
     )
-    return stays, UnitCost(
-        stays.seconds + moved, stays.peak_bytes, _unit_resting_bytes(there, stages[-1])
+    resting = _unit_resting_bytes(context, stages[-1])
+    return stays, UnitCost(stays.seconds + moved, stays.peak_bytes, resting)
+
+
+def _unit_context(
+    job: JobSpec,
+    stages: tuple[ModelStage, ...],
+    placed: Placed,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+) -> _Context:
+    return _Context(
+        job,
+        dict.fromkeys(stages, placed),
+        cluster,
+        workload,
+        resolve_gpu(cluster),
+        resolve_network(cluster),
     )
+
+
+def unit_cost(
+    job: JobSpec,
+    stages: tuple[ModelStage, ...],
+    placed: Placed,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    calibration: Calibration | None = None,
+) -> UnitCost:
+    """Cost of the stages of one unit that is not the rollout, under exactly these knobs."""
+    trains = stages[-1] in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
+    context = _unit_context(job, stages, placed, cluster, workload)
+    seconds = peak = 0.0
+    for stage in stages:
+        parts, case = _stage_seconds(context, stage)
+        alone = sum(p.value for p in parts)
+        seconds += calibration.seconds(stage, placed, alone) if calibration else alone
+        # On one layout a pass that trains holds all that one forward does, and more.
+        if stage is stages[-1] or not trains:
+            held = memory(case)
+            high = held.reserved_bytes
+            if calibration:
+                own = held.allocated_bytes
+                high *= calibration.bytes(stage, placed, own) / own
+            peak = max(peak, high)
+    return UnitCost(seconds, peak, _unit_resting_bytes(context, stages[-1]))
 
 
 def rollout_cost(
-    job: JobSpec, placed: Placed, cluster: ClusterSpec, workload: WorkloadSpec
+    job: JobSpec,
+    placed: Placed,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    calibration: Calibration | None = None,
 ) -> UnitCost | None:
     """Generation under one layout, weight sync not counted; None if the engine cannot run."""
     gpu = resolve_gpu(cluster)
@@ -638,4 +671,7 @@ def rollout_cost(
     )
     if made is None:
         return None
-    return UnitCost(made.seconds, fraction * gpu.memory_bytes, 0.0, made.preempted)
+    seconds = made.seconds
+    if calibration is not None:
+        seconds = calibration.seconds(S.ACTOR_GENERATE, placed, seconds)
+    return UnitCost(seconds, fraction * gpu.memory_bytes, 0.0, made.preempted)

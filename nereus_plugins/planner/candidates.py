@@ -10,14 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from nereus_plugins.cost.estimate import (
+    Calibration,
     Placed,
     UnitCost,
     rollout_cost,
     sequence_moments,
+    unit_cost,
     unit_costs,
 )
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.spec import (
+    Assignment,
     ClusterSpec,
     Knobs,
     Layout,
@@ -127,15 +130,23 @@ def unit_candidates(
     gpus: int,
     cluster: ClusterSpec,
     workload: WorkloadSpec,
+    calibration: Calibration | None,
     allowed: Callable[[Layout, Knobs], bool],
     reject: Callable[[str, str, float], None],
     capacity_bytes: float,
+    *,
+    in_force: Assignment | None = None,
     only: frozenset[Choice] | None = None,
+    each_layout: bool = False,
 ) -> tuple[list[Candidate], frozenset[Choice]]:
     """Costed candidates of a unit of the training engine; what cannot be goes to `reject`.
 
-    Returns them, and the choices worth costing again when the workload's lengths move. `only`: cost
-    just these, as an earlier call returned them.
+    Returns them, and the choices worth costing again when the workload's lengths move.
+
+    Args:
+        in_force: its layout and knobs are choices as well.
+        only: cost just these, as an earlier call returned them.
+        each_layout: keep the best of every layout, for units that must share one.
     """
     model = job.model_of(stages[-1])
     trains = stages[-1] in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
@@ -143,31 +154,56 @@ def unit_candidates(
     made: list[Candidate] = []
     choice_of: list[Choice] = []
     sizes = list(knob_choices(workload, trains=trains))
-    known = None if only is None else {layout for layout, _ in only}
-    for layout in known or layouts(job, model, gpus, cluster.gpus_per_node, longest):
+    if only is not None:
+        known = sorted({layout for layout, _ in only}, key=str)
+    else:
+        known = list(layouts(job, model, gpus, cluster.gpus_per_node, longest))
+        if in_force is not None and in_force.layout.world_size == gpus:
+            known.append(in_force.layout)
+
+    def add(layout: Layout, index: int, knobs: Knobs, cost: UnitCost) -> None:
+        over = cost.peak_bytes - capacity_bytes
+        if over > 0:
+            reject("memory", f"{stages[-1]} {layout}", over)
+        else:
+            made.append(Candidate(layout, knobs, cost))
+            choice_of.append((layout, index))
+
+    for layout in dict.fromkeys(known):
         try:
             layout.check(model)
         except SpecError as error:
             reject("divisibility", str(error), 0.0)
             continue
+        possible = False
         for index, knobs in enumerate(sizes):
             if only is not None and (layout, index) not in only:
                 continue
             away = dataclasses.replace(knobs, offload_params=True, offload_optimizer=trains)
-            both = [k for k in (knobs, away) if allowed(layout, k)]
-            if not both:
-                reject("capability", f"{stages[-1]} {layout}: the adapter cannot change to it", 0.0)
+            stay_allowed, away_allowed = allowed(layout, knobs), allowed(layout, away)
+            if not (stay_allowed or away_allowed):
                 continue
-            stays, leaves = unit_costs(job, stages, Placed(layout, knobs), cluster, workload)
-            for choice in both:
-                cost = stays if choice is knobs else leaves
-                over = cost.peak_bytes - capacity_bytes
-                if over > 0:
-                    reject("memory", f"{stages[-1]} {layout}", over)
-                    continue
-                made.append(Candidate(layout, choice, cost))
-                choice_of.append((layout, index))
-    return pareto(made), only or _near(made, choice_of)
+            possible = True
+            placed = Placed(layout, knobs)
+            stays, leaves = unit_costs(job, stages, placed, cluster, workload, calibration)
+            if stay_allowed:
+                add(layout, index, knobs, stays)
+            if away_allowed:
+                add(layout, index, away, leaves)
+        if in_force is not None and allowed(layout, in_force.knobs):
+            possible = True
+            placed = Placed(layout, in_force.knobs)
+            cost = unit_cost(job, stages, placed, cluster, workload, calibration)
+            add(layout, len(sizes), in_force.knobs, cost)
+        if not possible:
+            reject("capability", f"{stages[-1]} {layout}: the adapter cannot change to it", 0.0)
+    near = only or _near(made, choice_of)
+    if not each_layout:
+        return pareto(made), near
+    by_layout: dict[Layout, list[Candidate]] = {}
+    for one in made:
+        by_layout.setdefault(one.layout, []).append(one)
+    return [one for group in by_layout.values() for one in pareto(group)], frozenset(choice_of)
 
 
 # A candidate this much slower than one that dominates it is not costed again when lengths move.
@@ -190,20 +226,33 @@ def _near(made: list[Candidate], choice_of: list[Choice]) -> frozenset[Choice]:
 
 
 def rollout_candidates(
-    job: JobSpec, gpus: int, cluster: ClusterSpec, workload: WorkloadSpec
+    job: JobSpec,
+    gpus: int,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    calibration: Calibration | None,
+    allowed: Callable[[Layout, Knobs], bool],
+    in_force: Assignment | None = None,
 ) -> list[Candidate]:
     """Engine replicas of tp ranks inside a node (or two), and their share of memory."""
     made = []
     heads = job.actor.num_attention_heads
+
+    def cost(layout: Layout, knobs: Knobs) -> UnitCost | None:
+        if not allowed(layout, knobs):
+            return None
+        found = rollout_cost(job, Placed(layout, knobs), cluster, workload, calibration)
+        if found is not None:
+            made.append(Candidate(layout, knobs, found))
+        return found
+
     for tp in _powers(min(gpus, 2 * cluster.gpus_per_node)):
         if gpus % tp or heads % tp:
             continue
         for fraction in ROLLOUT_FRACTIONS:
-            layout = Layout(tp=tp, dp=gpus // tp)
-            knobs = Knobs(rollout_memory_fraction=fraction)
-            cost = rollout_cost(job, Placed(layout, knobs), cluster, workload)
-            if cost is not None:
-                made.append(Candidate(layout, knobs, cost))
-                if not cost.bounded:
-                    break  # more cache would change nothing
+            found = cost(Layout(tp=tp, dp=gpus // tp), Knobs(rollout_memory_fraction=fraction))
+            if found is not None and not found.bounded:
+                break  # more cache would change nothing
+    if in_force is not None and in_force.layout.world_size == gpus:
+        cost(in_force.layout, in_force.knobs)
     return pareto(made)

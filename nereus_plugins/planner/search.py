@@ -10,9 +10,10 @@ cluster. Finalists are estimated whole (weight sync, order of stages) before one
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from nereus_plugins.cost.estimate import (
@@ -59,6 +60,12 @@ class Changes(Protocol):
 
     @property
     def stages(self) -> Mapping[ModelStage, StageChanges]: ...
+
+    @property
+    def coupled(self) -> tuple[frozenset[ModelStage], ...]: ...
+
+    @property
+    def devices_fixed(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,16 +212,21 @@ def choose(
     return found
 
 
-def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, tuple[int, int]]]:
-    """Where units may lie: (first GPU, number) of each, aligned to nodes where there are several.
+# The devices of a unit.
+Place = tuple[int, ...]
+
+
+def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, Place]]:
+    """Where units may lie, aligned to nodes where there are several.
 
     All together; rollout apart; the models that only read (reference, reward) apart.
     """
     names = [*units_of(job)]
     rolls = S.ACTOR_GENERATE in job.stages()
-    everything = {name: (0, gpus) for name in names}
+    everywhere = tuple(range(gpus))
+    everything = dict.fromkeys(names, everywhere)
     if rolls:
-        everything["rollout"] = (0, gpus)
+        everything["rollout"] = everywhere
     out = [everything]
     step = per_node if gpus > per_node else 1
     readers = [n for n in names if n in ("ref", "reward")]
@@ -223,17 +235,61 @@ def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, tuple[
         part = gpus * quarter // 4 // step * step
         if not 0 < part < gpus:
             continue
-        rest = (part, gpus - part)
+        first, rest = everywhere[:part], everywhere[part:]
         if rolls:
-            out.append({**{name: rest for name in names}, "rollout": (0, part)})
+            out.append({**dict.fromkeys(names, rest), "rollout": first})
         if readers and quarter < 3:
-            apart = {name: (0, part) if name in readers else rest for name in names}
+            apart = {name: first if name in readers else rest for name in names}
             out.append({**apart, "rollout": rest} if rolls else apart)
-    unique: list[dict[str, tuple[int, int]]] = []
+    unique: list[dict[str, Place]] = []
     for placement in out:
         if placement not in unique:
             unique.append(placement)
     return unique
+
+
+def _placement_of(
+    current: GlobalPlan, units: Mapping[str, tuple[ModelStage, ...]]
+) -> dict[str, Place]:
+    """Where a plan has its units."""
+    out = {name: current.assignments[stages[-1]].devices for name, stages in units.items()}
+    if S.ACTOR_GENERATE in current.assignments:
+        out["rollout"] = current.assignments[S.ACTOR_GENERATE].devices
+    return out
+
+
+def _coupled_units(capabilities: Changes | None, names: Iterable[str]) -> list[frozenset[str]]:
+    """Sets of two units or more that must share one layout."""
+    groups = []
+    for stages in capabilities.coupled if capabilities is not None else ():
+        wanted = {"rollout" if s is S.ACTOR_GENERATE else s.model for s in stages}
+        shared = frozenset(wanted & set(names))
+        if len(shared) > 1:
+            groups.append(shared)
+    return groups
+
+
+def _choose_coupled(
+    choices: Mapping[str, list[Candidate]], groups: Sequence[frozenset[str]], capacity_bytes: float
+) -> list[tuple[float, tuple[Candidate, ...]]]:
+    """`choose`, every group of units on one layout."""
+    common = [
+        sorted(set.intersection(*({c.layout for c in choices[name]} for name in group)), key=str)
+        for group in groups
+    ]
+    found: list[tuple[float, tuple[Candidate, ...]]] = []
+    for shared in itertools.product(*common):
+        layout_of = {
+            name: layout for group, layout in zip(groups, shared, strict=True) for name in group
+        }
+        found += choose(
+            [
+                [c for c in made if layout_of.get(name, c.layout) == c.layout]
+                for name, made in choices.items()
+            ],
+            capacity_bytes,
+        )
+    return sorted(found, key=lambda f: f[0])[:_FINALISTS]
 
 
 def usable_sizes(gpus: int, per_node: int) -> list[int]:
@@ -254,6 +310,7 @@ def plan(
     capabilities: Changes | None = None,
     current: GlobalPlan | None = None,
     horizon_steps: int = 100,
+    transition_s: Callable[[GlobalPlan, GlobalPlan], float] | None = None,
     after: Planned | None = None,
 ) -> Planned:
     """The fastest plan that fits, of all layouts, knobs and placements considered.
@@ -263,6 +320,9 @@ def plan(
         capabilities: what the adapter can change of `current`; other changes are not proposed.
         current: the plan in force. The cost of leaving it, spread over `horizon_steps`, is part of
             the objective: state that a rank must receive over its network port, as a bound.
+        transition_s: seconds from one plan to another by the transition graph
+            (`nereus_plugins.gtg.planned.transition_seconds`), asked of the finalists that could
+            still be best by the bound.
         after: an earlier answer to the same question but for lengths and calibration. What was far
             from best then is not costed again (see `Shortlist`), unless lengths moved too far.
 
@@ -285,68 +345,97 @@ def plan(
         held = after.shortlist
     near: dict[tuple[str, int], frozenset[Choice]] = {}
 
+    groups = _coupled_units(capabilities, [*units, "rollout"])
+    coupled = frozenset[str]().union(*groups)
+
     def candidates(name: str, count: int) -> list[Candidate]:
         if (name, count) not in cache:
+            stage = units[name][-1] if name in units else S.ACTOR_GENERATE
+            in_force = current.assignments.get(stage) if current is not None else None
+
+            def allowed(layout: Layout, knobs: Knobs) -> bool:
+                return _allowed(capabilities, current, stage, layout, knobs)
+
             if name == "rollout":
-                made = rollout_candidates(job, count, cluster, workload)
-                fixed = _fixed(capabilities, current, S.ACTOR_GENERATE)
-                if fixed is not None:
-                    made = [c for c in made if c.layout == fixed.layout]
+                made = rollout_candidates(
+                    job, count, cluster, workload, calibration, allowed, in_force
+                )
             else:
-                stage = units[name][-1]
-
-                def allowed(layout: Layout, knobs: Knobs) -> bool:
-                    return _allowed(capabilities, current, stage, layout, knobs)
-
                 made, near[name, count] = unit_candidates(
-                    job, units[name], count, cluster, workload, allowed, rejected, capacity,
-                    held.choices.get((name, count)) if held else None,
+                    job, units[name], count, cluster, workload, calibration, allowed, rejected,
+                    capacity, in_force=in_force, each_layout=name in coupled,
+                    only=held.choices.get((name, count)) if held else None,
                 )  # fmt: skip
             cache[name, count] = made
         return cache[name, count]
 
+    if capabilities is not None and capabilities.devices_fixed and current is not None:
+        placements = [_placement_of(current, units)]
+    else:
+        placements = [
+            placement
+            for size in usable_sizes(total, cluster.gpus_per_node)
+            for placement in _placements(job, size, cluster.gpus_per_node)
+        ]
     finalists: list[tuple[float, GlobalPlan]] = []
     bound = math.inf
-    for size in usable_sizes(total, cluster.gpus_per_node):
-        for placement in _placements(job, size, cluster.gpus_per_node):
-            parts: dict[tuple[int, int], list[str]] = {}
-            for name, place in placement.items():
-                parts.setdefault(place, []).append(name)
-            options = [
-                choose([candidates(n, place[1]) for n in names], capacity, _FINALISTS)
-                for place, names in parts.items()
-            ]
-            if not all(options):
-                continue
-            if len(parts) == 1:
-                bound = min(bound, options[0][0][0])
-            for rank in range(max(len(o) for o in options)):
-                taken = [o[min(rank, len(o) - 1)] for o in options]
-                assignments: dict[ModelStage, Assignment] = {}
-                for (place, names), (_, chosen) in zip(parts.items(), taken, strict=True):
-                    devices = tuple(range(place[0], place[0] + place[1]))
-                    for name, one in zip(names, chosen, strict=True):
-                        moved = Assignment(one.layout, one.knobs, devices)
-                        for stage in units.get(name, (S.ACTOR_GENERATE,)):
-                            assignments[stage] = moved
-                label = "colocated" if len(parts) == 1 else f"{len(parts)} parts"
-                finalists.append(
-                    (sum(t for t, _ in taken), GlobalPlan(assignments, name=f"{label} {size}"))
-                )
+    for placement in placements:
+        parts: dict[Place, list[str]] = {}
+        for name, place in placement.items():
+            parts.setdefault(place, []).append(name)
+        if any(len({placement[name] for name in group}) > 1 for group in groups):
+            rejected("capability", "units that must share a layout on different GPUs", 0.0)
+            continue
+        options = []
+        for place, names in parts.items():
+            choices = {name: candidates(name, len(place)) for name in names}
+            inside = [group for group in groups if group <= set(names)]
+            options.append(
+                _choose_coupled(choices, inside, capacity)
+                if inside
+                else choose(list(choices.values()), capacity, _FINALISTS)
+            )
+        if not all(options):
+            continue
+        if len(parts) == 1:
+            bound = min(bound, options[0][0][0])
+        for rank in range(max(len(o) for o in options)):
+            taken = [o[min(rank, len(o) - 1)] for o in options]
+            assignments: dict[ModelStage, Assignment] = {}
+            for (place, names), (_, chosen) in zip(parts.items(), taken, strict=True):
+                for name, one in zip(names, chosen, strict=True):
+                    moved = Assignment(one.layout, one.knobs, place)
+                    for stage in units.get(name, (S.ACTOR_GENERATE,)):
+                        assignments[stage] = moved
+            label = "colocated" if len(parts) == 1 else f"{len(parts)} parts"
+            size = len({d for place in parts for d in place})
+            finalists.append(
+                (sum(t for t, _ in taken), GlobalPlan(assignments, name=f"{label} {size}"))
+            )
     if not finalists:
         raise SpecError(_nothing_fits(rejected, job, total))
     finalists.sort(key=lambda f: f[0])
     judged: list[tuple[float, GlobalPlan, Estimate]] = []
-    seen: set[tuple[tuple[ModelStage, str, tuple[int, ...]], ...]] = set()
-    for _, finalist in finalists:
-        shape = tuple((s, str(a.layout), a.devices) for s, a in finalist.assignments.items())
-        if shape in seen or len(judged) >= 3 * _FINALISTS:
-            continue
-        seen.add(shape)
+
+    def judge(finalist: GlobalPlan) -> None:
         result = estimate(job, finalist, cluster, workload, calibration)
         cost = result.iteration_s + _leaving_s(current, finalist, result, cluster) / horizon_steps
         judged.append((cost, finalist, result))
+
+    seen: set[tuple[tuple[ModelStage, str, tuple[int, ...]], ...]] = set()
+    for _, finalist in finalists:
+        shape = tuple((s, str(a.layout), a.devices) for s, a in finalist.assignments.items())
+        if shape not in seen and len(judged) < 3 * _FINALISTS:
+            seen.add(shape)
+            judge(finalist)
+    # Staying is always a choice, if its devices are still there.
+    if current is not None and set(current.assignments) == set(job.stages()):
+        known = any(finalist.assignments == current.assignments for _, finalist, _ in judged)
+        if not known and max(current.devices) < total:
+            judge(current)
     judged.sort(key=lambda j: (not j[2].fits, j[0]))
+    if current is not None and transition_s is not None:
+        judged = _with_exact_transitions(judged, current, transition_s, horizon_steps)
     best = judged[0]
     for cost, other, _ in judged[1:]:
         rejected("slower", other.name, cost / best[0] - 1.0)
@@ -364,6 +453,29 @@ def plan(
     )
 
 
+def _with_exact_transitions(
+    judged: Sequence[tuple[float, GlobalPlan, Estimate]],
+    current: GlobalPlan,
+    transition_s: Callable[[GlobalPlan, GlobalPlan], float],
+    horizon_steps: int,
+) -> list[tuple[float, GlobalPlan, Estimate]]:
+    """Finalists in the order of their objective with the transition as its graph has it.
+
+    Those given are in the order of a bound below it: once a bound is no better than an exact
+    figure, what follows cannot be best and keeps its bound.
+    """
+    out: list[tuple[float, GlobalPlan, Estimate]] = []
+    lowest = math.inf
+    for bound, finalist, result in judged:
+        cost = bound
+        if result.fits and bound < lowest:
+            leaving = transition_s(current, finalist)
+            cost = max(bound, result.iteration_s + leaving / horizon_steps)
+            lowest = min(lowest, cost)
+        out.append((cost, finalist, result))
+    return sorted(out, key=lambda j: (not j[2].fits, j[0]))
+
+
 def _shortlist(
     question: tuple[object, ...],
     workload: WorkloadSpec,
@@ -379,15 +491,6 @@ def _nothing_fits(rejected: _Rejected, job: JobSpec, gpus: int) -> str:
         over, example = rejected.best["memory"]
         text += f"; nearest is {example}, {over / 2**30:.1f} GiB a GPU too much"
     return text + "; use more GPUs, shorter sequences, or another backend"
-
-
-def _fixed(
-    capabilities: Changes | None, current: GlobalPlan | None, stage: ModelStage
-) -> Assignment | None:
-    """The assignment that a stage must keep, if its adapter cannot change it."""
-    if capabilities is None or current is None or stage in capabilities.stages:
-        return None
-    return current.assignments.get(stage)
 
 
 def _allowed(
