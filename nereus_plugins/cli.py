@@ -43,6 +43,12 @@ def _estimate(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _check(arguments: Sequence[str]) -> int:
+    from nereus_plugins.planner.check import main
+
+    return main(arguments)
+
+
 def _calibrate(arguments: Sequence[str]) -> int:
     from nereus_plugins.cost.calibrate import main
 
@@ -62,6 +68,7 @@ def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "plan": ("the fastest plan that fits in memory, its alternatives, and why not others", _plan),
     "estimate": ("whether a given plan fits, and how fast it runs", _estimate),
+    "check": ("whether a verl or OpenRLHF command fits, until which length, what to set", _check),
     "calibrate": ("learn from a run that has happened what estimates are off by", _calibrate),
     "selftest": ("prove on this machine: moving state is bit-exact, failures are safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),

@@ -399,6 +399,13 @@ def _offload_parts(case: Case) -> list[Part]:
     if knobs.offload_params:
         moved = state["weights"][0] * (2.0 if case.trains else 1.0)
         parts.append(Part("load_params", moved / case.gpu.host_bytes_s, "weights over PCIe"))
+        if case.trains and case.software.backend == "deepspeed" and not knobs.offload_optimizer:
+            moved = 2.0 * state["optimizer"][0]
+            parts.append(
+                Part(
+                    "load_optimizer", moved / case.gpu.host_bytes_s, "DeepSpeed state wakes, sleeps"
+                )
+            )
     if knobs.offload_optimizer and case.trains and case.software.backend != "deepspeed":
         moved = 2.0 * state["optimizer"][0]
         parts.append(
@@ -419,7 +426,9 @@ def _unit_resting_bytes(context: _Context, stage: ModelStage) -> float:
     for name, (value, _) in state_bytes(case, 0).items():
         if name == "weights" and case.knobs.offload_params:
             continue
-        if name == "optimizer" and case.knobs.offload_optimizer:
+        # DeepSpeed's sleep takes all state to the host; verl names parameters and optimizer apart.
+        sleeps = case.software.backend == "deepspeed" and case.knobs.offload_params
+        if name == "optimizer" and (case.knobs.offload_optimizer or sleeps):
             continue
         # FSDP frees gradients at the end of a step; Megatron's buffers stay, and leave with the
         # parameters where those are offloaded.

@@ -12,8 +12,10 @@ from typing import Any
 from nereus_plugins.cost import cli as cost_cli
 from nereus_plugins.cost.calibration import Calibration
 from nereus_plugins.cost.explain import explanation, table, to_dict
-from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.spec import SpecError
 
+from .flags import launch_flags
 from .search import Planned, plan
 
 
@@ -26,45 +28,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
-    """The plan's actor and rollout as verl command-line overrides."""
-    train = chosen.assignments[ModelStage.ACTOR_TRAIN]
-    lay, knobs = train.layout, train.knobs
-    actor = "actor_rollout_ref.actor"
-    out = [
-        f"{actor}.use_dynamic_bsz=True",
-        f"{actor}.ppo_max_token_len_per_gpu={knobs.token_budget_tokens}",
-    ]
-    if backend == "megatron":
-        engine = f"{actor}.megatron"
-        out += [
-            f"{engine}.tensor_model_parallel_size={lay.tp}",
-            f"{engine}.pipeline_model_parallel_size={lay.pp}",
-            f"{engine}.context_parallel_size={lay.cp}",
-            f"{engine}.expert_model_parallel_size={lay.ep}",
-            f"{engine}.param_offload={knobs.offload_params}",
-            f"{engine}.optimizer_offload={knobs.offload_optimizer}",
-        ]
-    else:
-        engine = f"{actor}.fsdp_config"
-        out += [
-            f"{actor}.ulysses_sequence_parallel_size={lay.ulysses}",
-            f"{engine}.fsdp_size={lay.shard_size or -1}",
-            f"{engine}.param_offload={knobs.offload_params}",
-            f"{engine}.optimizer_offload={knobs.offload_optimizer}",
-            f"actor_rollout_ref.model.enable_gradient_checkpointing={knobs.recompute == 'full'}",
-        ]
-    rollout = chosen.assignments.get(ModelStage.ACTOR_GENERATE)
-    if rollout is not None:
-        engine = "actor_rollout_ref.rollout"
-        out += [
-            f"{engine}.tensor_model_parallel_size={rollout.layout.tp}",
-            f"{engine}.gpu_memory_utilization={rollout.knobs.rollout_memory_fraction}",
-        ]
-    return out
-
-
-def _text(found: Planned, backend: str) -> str:
+def _text(found: Planned, job: JobSpec) -> str:
     lines = [
         f"{found.plan.name}: at most {100 * found.gap:.1f} % from the fastest colocated plan of "
         f"{found.considered} candidates",
@@ -82,7 +46,8 @@ def _text(found: Planned, backend: str) -> str:
         elif reason.kind != "slower":
             amount = f": {reason.example}"
         lines.append(f"not taken, {reason.kind}: {reason.count}{amount}")
-    lines += ["", "verl overrides:", *(f"  {o}" for o in verl_overrides(found.plan, backend))]
+    name = "OpenRLHF flags:" if job.backend == "deepspeed" else "verl overrides:"
+    lines += ["", name, *(f"  {o}" for o in launch_flags(found.plan, job))]
     return "\n".join(lines)
 
 
@@ -128,11 +93,11 @@ def main(arguments: Sequence[str]) -> int:
                 {"plan": p.to_dict(), "iteration_s": e.iteration_s} for p, e in found.alternatives
             ],
             "rejections": [dataclasses.asdict(r) for r in found.rejections],
-            "verl_overrides": verl_overrides(found.plan, job.backend),
+            "launch_flags": launch_flags(found.plan, job),
         }
         print(json.dumps(out))
     else:
-        print(_text(found, job.backend))
+        print(_text(found, job))
         if args.explain:
             print()
             print(explanation(found.estimate))
