@@ -51,8 +51,9 @@ def _check(arguments: Sequence[str]) -> int:
 
 def _calibrate(arguments: Sequence[str]) -> int:
     from nereus_plugins.cost.calibrate import main
+    from nereus_plugins.trace.steps import read_run
 
-    return main(arguments)
+    return main(arguments, read_run)
 
 
 def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:

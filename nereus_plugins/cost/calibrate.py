@@ -1,8 +1,9 @@
 """`nereus calibrate`: learn from the log of a run that has already happened.
 
-Reads verl's console log (its lines `step:12 - actor/entropy:0.2 - timing_s/gen:62.9 - ...`) or a
-CSV with the same names as columns. Every step is estimated with its own lengths, compared with what
-was measured, and taught to the calibration, which is saved for `nereus estimate --calibration`.
+Reads verl's console log (its lines `step:12 - actor/entropy:0.2 - timing_s/gen:62.9 - ...`), a CSV
+with the same names as columns, or TensorBoard's event files. Every step is estimated with its own
+lengths, compared with what was measured, and taught to the calibration, which is saved for
+`nereus estimate --calibration`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError, WorkloadSpec
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    Layout,
+    LengthDistribution,
+    ModelStage,
+    SpecError,
+    WorkloadSpec,
+)
 
 from . import cli
 from .calibration import Calibration
 from .estimate import estimate
+from .tensorboard_log import is_event_file, read_scalars
 
 # verl's timers, by the stage that they are part of.
 TIMERS: dict[ModelStage, tuple[str, ...]] = {
@@ -35,12 +46,26 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _VALUE = re.compile(rf"([\w./@-]+):(?:np\.float\d+\()?({_NUMBER})\)?")
 
 
-def read_log(path: str | Path) -> Iterator[dict[str, float]]:
+class Observed(NamedTuple):
+    """A step as it was measured: metrics by verl's names, and layouts by unit where known."""
+
+    metrics: Mapping[str, float]
+    layouts: Mapping[str, Layout]
+
+
+def read_log(path: str | Path) -> Iterator[Observed]:
     """Each step's metrics, in the order of the file; steps without timers are left out.
 
     Raises: OSError if the file cannot be read.
     """
-    path = Path(path)
+    for metrics in _read_metrics(Path(path)):
+        yield Observed(metrics, {})
+
+
+def _read_metrics(path: Path) -> Iterator[dict[str, float]]:
+    if path.is_dir() or is_event_file(path):
+        yield from read_scalars(path)
+        return
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -82,7 +107,8 @@ def step_workload(base: WorkloadSpec, metrics: Mapping[str, float]) -> WorkloadS
     response, prompt = metrics.get("response_length/mean"), metrics.get("prompt_length/mean")
     if not response:
         return None
-    longest = metrics.get("response_length/max", response)
+    limit = base.response_tokens.max_tokens
+    longest = metrics.get("response_length/max", float(limit or response))
 
     def rounded(value: float) -> int:
         return max(1, round(1.03 ** round(math.log(value) / math.log(1.03))))
@@ -99,13 +125,30 @@ def step_workload(base: WorkloadSpec, metrics: Mapping[str, float]) -> WorkloadS
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0 learned, 1 the log has nothing to learn from, 2 wrong usage or bad input."""
+def _in_layouts(plan: GlobalPlan, layouts: Mapping[str, Layout]) -> GlobalPlan:
+    """The plan with the layouts that a step ran in; stages of other units as they are."""
+    changed: dict[ModelStage, Assignment] = {
+        stage: Assignment(layouts[stage.model], a.knobs)
+        for stage, a in plan.assignments.items()
+        if stage is not ModelStage.ACTOR_GENERATE and stage.model in layouts
+    }
+    return GlobalPlan({**plan.assignments, **changed}, name=plan.name)
+
+
+def main(arguments: Sequence[str], read: Callable[[Path], Iterator[Observed]] = read_log) -> int:
+    """`read`: how the log is read.
+
+    Exit status: 0 learned, 1 the log has nothing to learn from, 2 wrong usage or bad input.
+    """
     parser = cli.parser()
     parser.prog = "nereus calibrate"
     parser.description = __doc__.splitlines()[0] if __doc__ else None
     parser.epilog = None
-    parser.add_argument("log", type=Path, help="verl console log, or CSV of its metrics")
+    parser.add_argument(
+        "log",
+        type=Path,
+        help="verl console log, CSV of its metrics, TensorBoard files, or a run directory",
+    )
     parser.add_argument("--out", type=Path, required=True, help="where the calibration is saved")
     args = parser.parse_args(arguments)
     learned = Calibration()
@@ -113,15 +156,21 @@ def main(arguments: Sequence[str]) -> int:
     try:
         job, cluster = cli.job_from(args), cli.cluster_from(args)
         plan, base = cli.plan_from(args, job, cluster), cli.workload_from(args)
-        cache: dict[WorkloadSpec, dict[ModelStage, float]] = {}
-        for metrics in read_log(args.log):
+        cache: dict[tuple[WorkloadSpec, GlobalPlan], dict[ModelStage, float]] = {}
+        before: Mapping[str, Layout] = {}
+        for metrics, layouts in read(args.log):
             workload, measured = step_workload(base, metrics), measured_seconds(metrics)
             if workload is None or not measured:
                 continue
-            if workload not in cache:
-                result = estimate(job, plan, cluster, workload)
-                cache[workload] = {s: e.seconds for s, e in result.stages.items()}
-            outliers += len(learned.observe(plan.assignments, cache[workload], measured))
+            if before and layouts != before:
+                learned.after_transition()
+            before = layouts
+            ran_in = _in_layouts(plan, layouts)
+            key = (workload, ran_in)
+            if key not in cache:
+                result = estimate(job, ran_in, cluster, workload)
+                cache[key] = {s: e.seconds for s, e in result.stages.items()}
+            outliers += len(learned.observe(ran_in.assignments, cache[key], measured))
             steps += 1
         if not steps:
             print(

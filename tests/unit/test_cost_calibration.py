@@ -187,7 +187,7 @@ step:3 - timing_s/gen:nan - timing_s/update_actor:81.0 - response_length/mean:31
 def test_verl_logs_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     path.write_text(LOG)
-    first, third = read_log(path)
+    first, third = (step.metrics for step in read_log(path))
     assert first["step"] == 1
     assert first["prompt_length/mean"] == 100.5
     assert measured_seconds(first) == {
