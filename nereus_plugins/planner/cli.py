@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _text(found: Planned, job: JobSpec) -> str:
     lines = [
-        f"{found.plan.name}: at most {100 * found.gap:.1f} % from the fastest colocated plan of "
+        f"{found.plan.name}: at most {100 * found.gap:.1f} % from the fastest plan of "
         f"{found.considered} candidates",
         table(found.estimate),
         "",

@@ -83,6 +83,10 @@ class Rejection:
 
 # Lengths may move this much from those that a shortlist was made for before all is costed again.
 SHORTLIST_HOLDS = 1.5
+# Placements that even at best were this much slower than the best one are not tried again then.
+CLOSE_PLACEMENT = 1.2
+# The devices of a unit.
+Place = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Shortlist:
     mean_tokens: float
     splits_sequences: bool
     choices: Mapping[tuple[str, int], frozenset[Choice]]
+    placements: Sequence[Mapping[str, Place]]
 
     def holds(self, question: tuple[object, ...], workload: WorkloadSpec) -> bool:
         mean, _, longest = sequence_moments(workload)
@@ -115,7 +120,8 @@ class Planned:
         plan, estimate: the best plan and what it is expected to do.
         alternatives: the next best ones that differ in a layout or placement, best first.
         rejections: why others were not taken.
-        gap: how much faster than `plan` any colocated plan of the space could be at most, relative.
+        gap: how much faster than `plan` any plan of the space could be at most, relative: of the
+            candidates costed, on the placements tried, one unit at a time on a GPU.
         considered: candidates costed.
         shortlist: what re-planning costs again (`plan(after=...)`).
     """
@@ -210,10 +216,6 @@ def choose(
 
     descend(0, (), 0.0, 0.0, 0.0)
     return found
-
-
-# The devices of a unit.
-Place = tuple[int, ...]
 
 
 def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, Place]]:
@@ -369,7 +371,10 @@ def plan(
             cache[name, count] = made
         return cache[name, count]
 
-    if capabilities is not None and capabilities.devices_fixed and current is not None:
+    placements: Sequence[Mapping[str, Place]]
+    if held is not None:
+        placements = held.placements
+    elif capabilities is not None and capabilities.devices_fixed and current is not None:
         placements = [_placement_of(current, units)]
     else:
         placements = [
@@ -377,8 +382,15 @@ def plan(
             for size in usable_sizes(total, cluster.gpus_per_node)
             for placement in _placements(job, size, cluster.gpus_per_node)
         ]
+
+    def fastest_rollout_s(placement: Mapping[str, Place]) -> float:
+        if "rollout" not in placement:
+            return 0.0
+        made = candidates("rollout", len(placement["rollout"]))
+        return min((c.cost.seconds for c in made), default=0.0)
+
     finalists: list[tuple[float, GlobalPlan]] = []
-    bound = math.inf
+    bounds: list[tuple[float, Mapping[str, Place]]] = []
     for placement in placements:
         parts: dict[Place, list[str]] = {}
         for name, place in placement.items():
@@ -397,8 +409,8 @@ def plan(
             )
         if not all(options):
             continue
-        if len(parts) == 1:
-            bound = min(bound, options[0][0][0])
+        part_s = [found[0][0] for found in options]
+        bounds.append((_least_s(parts, part_s, fastest_rollout_s(placement)), placement))
         for rank in range(max(len(o) for o in options)):
             taken = [o[min(rank, len(o) - 1)] for o in options]
             assignments: dict[ModelStage, Assignment] = {}
@@ -409,9 +421,14 @@ def plan(
                         assignments[stage] = moved
             label = "colocated" if len(parts) == 1 else f"{len(parts)} parts"
             size = len({d for place in parts for d in place})
-            finalists.append(
-                (sum(t for t, _ in taken), GlobalPlan(assignments, name=f"{label} {size}"))
+            rollout_s = sum(
+                one.cost.seconds
+                for names, (_, chosen) in zip(parts.values(), taken, strict=True)
+                for name, one in zip(names, chosen, strict=True)
+                if name == "rollout"
             )
+            least = _least_s(parts, [seconds for seconds, _ in taken], rollout_s)
+            finalists.append((least, GlobalPlan(assignments, name=f"{label} {size}")))
     if not finalists:
         raise SpecError(_nothing_fits(rejected, job, total))
     finalists.sort(key=lambda f: f[0])
@@ -439,9 +456,11 @@ def plan(
     best = judged[0]
     for cost, other, _ in judged[1:]:
         rejected("slower", other.name, cost / best[0] - 1.0)
+    bound = min(least for least, _ in bounds)
+    close = [placement for least, placement in bounds if least <= CLOSE_PLACEMENT * bound]
     if S.ACTOR_GENERATE in best[1].assignments:
         bound += weight_sync_floor_s(as_shape(job.actor))
-    gap = max(0.0, 1.0 - bound / best[2].iteration_s) if math.isfinite(bound) else 1.0
+    gap = max(0.0, 1.0 - bound / best[2].iteration_s)
     return Planned(
         best[1],
         best[2],
@@ -449,7 +468,18 @@ def plan(
         rejected.listed(),
         gap,
         sum(len(c) for c in cache.values()) + sum(rejected.count.values()),
-        held or _shortlist(question, workload, near),
+        held or _shortlist(question, workload, near, close),
+    )
+
+
+def _least_s(
+    parts: Mapping[Place, Sequence[str]], part_s: Sequence[float], rollout_s: float
+) -> float:
+    """A bound from below on the iteration: parts run one unit after the other, all others wait for
+    generation. Exact where all units share devices, but for the weight sync."""
+    return max(
+        seconds + (0.0 if "rollout" in names else rollout_s)
+        for names, seconds in zip(parts.values(), part_s, strict=True)
     )
 
 
@@ -480,9 +510,10 @@ def _shortlist(
     question: tuple[object, ...],
     workload: WorkloadSpec,
     near: Mapping[tuple[str, int], frozenset[Choice]],
+    close: Sequence[Mapping[str, Place]],
 ) -> Shortlist:
     mean, _, longest = sequence_moments(workload)
-    return Shortlist(question, mean, longest > SPLIT_TOKENS, near)
+    return Shortlist(question, mean, longest > SPLIT_TOKENS, near, close)
 
 
 def _nothing_fits(rejected: _Rejected, job: JobSpec, gpus: int) -> str:
