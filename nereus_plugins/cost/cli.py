@@ -27,6 +27,7 @@ from .estimate import estimate
 from .explain import cluster_of, explanation, table, to_dict
 from .job import ALGORITHMS, BACKENDS, JobSpec
 from .models import find_model
+from .pools import Pools
 
 EPILOG = """examples:
   nereus estimate --model qwen2.5-7b --gpu h100 --gpus 8 --token-budget 16384 --recompute full
@@ -68,6 +69,14 @@ def parser(*, states_plan: bool = True) -> argparse.ArgumentParser:
     cluster.add_argument("--gpu", help="h100, a100_40gb, h20, b200, ...")
     cluster.add_argument("--gpus", type=int, help="number of GPUs")
     cluster.add_argument("--gpus-per-node", type=int, default=8)
+    if not states_plan:
+        cluster.add_argument(
+            "--also",
+            action="append",
+            default=[],
+            metavar="NAME:COUNT",
+            help="GPUs of another kind; may be given more than once",
+        )
     if states_plan:
         _add_plan_options(p)
     work = p.add_argument_group("workload")
@@ -143,6 +152,18 @@ def cluster_from(args: argparse.Namespace) -> ClusterSpec:
     _need(args.gpu, "--gpu")
     _need(args.gpus, "--gpus")
     return cluster_of(args.gpu, args.gpus, args.gpus_per_node)
+
+
+def pools_from(args: argparse.Namespace) -> ClusterSpec | Pools:
+    """The cluster, and the GPUs of other kinds that `--also` names."""
+    more = []
+    for text in args.also:
+        name, _, count = text.partition(":")
+        if not count.isdigit():
+            raise SpecError(f"--also {text}: write NAME:COUNT, such as a100:16")
+        more.append(cluster_of(name, int(count), args.gpus_per_node))
+    cluster = cluster_from(args)
+    return Pools((cluster, *more)) if more else cluster
 
 
 def workload_from(args: argparse.Namespace) -> WorkloadSpec:

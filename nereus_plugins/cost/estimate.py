@@ -34,6 +34,7 @@ from .communication import Group, collective_s
 from .hardware import GPU, GPUS, Network, find_gpu
 from .job import JobSpec
 from .memory import OUTSIDE_TORCH_BYTES, Memory, memory, state_bytes
+from .pools import Pools, pool_of, pools_of
 from .rollout import ENGINE_BYTES, cache_bytes_per_token, engine_weight_bytes, rollout
 from .shape import Shape, as_shape
 from .step import Part, Step, step
@@ -87,6 +88,7 @@ class StageEstimate:
         reserved_bytes: what the caching allocator, the engine and the CUDA context hold then.
         resting: bytes of other units that lie on the same devices meanwhile, by unit.
         starts_s: when the stage starts in the iteration.
+        capacity_bytes: memory of one of its GPUs.
         fits: whether reserved bytes stay within the GPU's memory.
         notes: what a reader must know (a cache that bounds the batch, a stage that cannot run).
     """
@@ -99,6 +101,7 @@ class StageEstimate:
     reserved_bytes: float
     resting: Mapping[str, float]
     starts_s: float
+    capacity_bytes: float
     fits: bool
     notes: tuple[str, ...] = ()
 
@@ -117,12 +120,15 @@ class Estimate:
     Attributes:
         stages: each model-stage.
         iteration_s: from the first stage's start to the last one's end.
-        capacity_bytes: memory of one GPU.
     """
 
     stages: Mapping[ModelStage, StageEstimate]
     iteration_s: float
-    capacity_bytes: float
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of one GPU of the stage that fills its own most."""
+        return self.peak.capacity_bytes
 
     @property
     def fits(self) -> bool:
@@ -130,8 +136,8 @@ class Estimate:
 
     @property
     def peak(self) -> StageEstimate:
-        """The stage that holds most memory."""
-        return max(self.stages.values(), key=lambda s: s.reserved_bytes)
+        """The stage that holds most of its GPUs' memory."""
+        return max(self.stages.values(), key=lambda s: s.reserved_bytes / s.capacity_bytes)
 
     @property
     def slowest(self) -> StageEstimate:
@@ -236,12 +242,18 @@ class Placed(NamedTuple):
 
 @dataclasses.dataclass
 class _Context:
+    """`home`: the cluster that each stage runs on."""
+
     job: JobSpec
     assignments: Mapping[ModelStage, Assignment | Placed]
-    cluster: ClusterSpec
+    home: Mapping[ModelStage, ClusterSpec]
     workload: WorkloadSpec
-    gpu: GPU
-    network: Network
+
+    def gpu(self, stage: ModelStage) -> GPU:
+        return resolve_gpu(self.home[stage])
+
+    def network(self, stage: ModelStage) -> Network:
+        return resolve_network(self.home[stage])
 
     def shape(self, stage: ModelStage) -> Shape:
         return as_shape(self.job.model_of(stage))
@@ -252,8 +264,8 @@ class _Context:
             shape=self.shape(stage),
             layout=assignment.layout,
             batch=batch_of(self.job, assignment, self.workload, sequences),
-            gpu=self.gpu,
-            network=self.network,
+            gpu=self.gpu(stage),
+            network=self.network(stage),
             software=self.job.software(stage),
             knobs=assignment.knobs,
             trains=trains,
@@ -263,7 +275,7 @@ class _Context:
 def estimate(
     job: JobSpec,
     plan: GlobalPlan,
-    cluster: ClusterSpec,
+    cluster: ClusterSpec | Pools,
     workload: WorkloadSpec,
     calibration: Calibration | None = None,
 ) -> Estimate:
@@ -272,7 +284,7 @@ def estimate(
     Args:
         job: models, algorithm, software.
         plan: a layout, knobs and devices for each of the job's stages.
-        cluster: devices and links.
+        cluster: devices and links; `Pools` where GPUs are of several kinds.
         workload: batch and lengths of one iteration.
         calibration: factors learned from the running job.
 
@@ -280,9 +292,9 @@ def estimate(
         SpecError: a stage of the job has no assignment, a layout does not divide its model, or a
             device is not in the cluster; the message names it.
     """
-    context = _Context(
-        job, plan.assignments, cluster, workload, resolve_gpu(cluster), resolve_network(cluster)
-    )
+    pools = pools_of(cluster)
+    home: dict[ModelStage, ClusterSpec] = {}
+    context = _Context(job, plan.assignments, home, workload)
     wanted = job.stages()
     for stage in wanted:
         if stage not in plan.assignments:
@@ -291,7 +303,7 @@ def estimate(
         if stage not in wanted:
             raise SpecError(f"plan {plan.name}: the job has no stage {stage}; remove it")
         assignment = plan.assignments[stage]
-        cluster.node_of(max(assignment.devices))
+        home[stage] = pool_of(pools, assignment.devices, str(stage)).cluster
         if stage is not S.ACTOR_GENERATE:
             _check_layout(assignment, job, stage)
 
@@ -340,10 +352,12 @@ def estimate(
             reserved_bytes=held,
             resting=rest,
             starts_s=starts[stage],
-            fits=held <= context.gpu.memory_bytes and not any("cannot" in n for n in notes[stage]),
+            capacity_bytes=float(context.gpu(stage).memory_bytes),
+            fits=held <= context.gpu(stage).memory_bytes
+            and not any("cannot" in n for n in notes[stage]),
             notes=tuple(notes[stage]),
         )
-    return Estimate(stages, end, float(context.gpu.memory_bytes))
+    return Estimate(stages, end)
 
 
 def _check_layout(assignment: Assignment, job: JobSpec, stage: ModelStage) -> None:
@@ -469,7 +483,7 @@ def _generate(
     """Seconds and bytes of generation and of the weight sync before it."""
     job, workload = context.job, context.workload
     assignment = context.assignments[S.ACTOR_GENERATE]
-    layout, gpu = assignment.layout, context.gpu
+    layout, gpu = assignment.layout, context.gpu(S.ACTOR_GENERATE)
     shape = context.shape(S.ACTOR_GENERATE)
     fraction = assignment.knobs.rollout_memory_fraction or 0.6
     weights = engine_weight_bytes(shape, layout)
@@ -480,7 +494,7 @@ def _generate(
     if budget > 0:
         made = rollout(
             gpu,
-            context.network,
+            context.network(S.ACTOR_GENERATE),
             shape,
             layout,
             sequences=workload.sequences_per_step,
@@ -531,8 +545,9 @@ def _weight_sync(context: _Context) -> tuple[float, str]:
     if set(train.devices) & set(engine.devices):
         gather = 0.0
         if engine.layout != train.layout:
-            group = Group.of(train.layout.world_size, 1, context.network.gpus_per_node)
-            gather = collective_s(context.gpu, context.network, "all_gather", group, nbytes)
+            gpu, network = context.gpu(S.ACTOR_TRAIN), context.network(S.ACTOR_TRAIN)
+            group = Group.of(train.layout.world_size, 1, network.gpus_per_node)
+            gather = collective_s(gpu, network, "all_gather", group, nbytes)
         return gather + floor, "gather over training ranks, copy into the engine, 0.7 ms a tensor"
     broadcast = nbytes / BROADCAST_BYTES_S - nbytes / HANDOVER_BYTES_S + floor
     return broadcast, "broadcast to separate engines at verl's measured rate, 0.7 ms a tensor"
@@ -614,14 +629,7 @@ def _unit_context(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
 ) -> _Context:
-    return _Context(
-        job,
-        dict.fromkeys(stages, placed),
-        cluster,
-        workload,
-        resolve_gpu(cluster),
-        resolve_network(cluster),
-    )
+    return _Context(job, dict.fromkeys(stages, placed), dict.fromkeys(stages, cluster), workload)
 
 
 def unit_cost(

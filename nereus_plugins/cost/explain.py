@@ -75,7 +75,7 @@ def table(estimate: Estimate) -> str:
             f"{stage.stage!s:15} {layout!s:28} {layout.world_size:5d} {stage.starts_s:8.1f} "
             f"{stage.seconds:8.1f} {_gib(stage.allocated_bytes):>6} "
             f"{_gib(stage.reserved_bytes):>12} "
-            + _bar(stage.reserved_bytes, estimate.capacity_bytes)
+            + _bar(stage.reserved_bytes, stage.capacity_bytes)
             + ("" if stage.fits else " too much")
         )
     for stage in estimate.stages.values():

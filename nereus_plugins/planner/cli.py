@@ -6,17 +6,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nereus_plugins.cost import cli as cost_cli
 from nereus_plugins.cost.calibration import Calibration
 from nereus_plugins.cost.explain import explanation, table, to_dict
 from nereus_plugins.cost.job import JobSpec
-from nereus_plugins.spec import SpecError
+from nereus_plugins.cost.pools import Pools
+from nereus_plugins.spec import ModelStage, SpecError
 
 from .flags import launch_flags
-from .search import Planned, plan
+from .search import Planned, StageChanges, plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,8 +25,28 @@ def parser() -> argparse.ArgumentParser:
     p.prog = "nereus plan"
     p.description = "The fastest plan that fits, its alternatives, and why others were not taken."
     p.epilog = None
+    p.add_argument(
+        "--uncoupled",
+        action="store_true",
+        help="let models of a Megatron job differ in layout, which verl cannot run",
+    )
     p.add_argument("--curve", action="store_true", help="throughput by number of GPUs")
     return p
+
+
+class Coupled(NamedTuple):
+    """Limits of a framework before a job runs: stages that must share one layout."""
+
+    coupled: tuple[frozenset[ModelStage], ...]
+    stages: Mapping[ModelStage, StageChanges] = {}
+    devices_fixed: bool = False
+
+
+def limits_of(job: JobSpec) -> Coupled | None:
+    """verl's Megatron workers have one parallel state in each process, for all their models."""
+    if job.backend != "megatron":
+        return None
+    return Coupled((frozenset(s for s in job.stages() if s is not ModelStage.ACTOR_GENERATE),))
 
 
 def _text(found: Planned, job: JobSpec) -> str:
@@ -55,18 +76,22 @@ def main(arguments: Sequence[str]) -> int:
     """Exit status: 0 found, 1 nothing fits, 2 wrong usage or bad input."""
     args = parser().parse_args(arguments)
     try:
-        job, cluster = cost_cli.job_from(args), cost_cli.cluster_from(args)
+        job, cluster = cost_cli.job_from(args), cost_cli.pools_from(args)
         workload = cost_cli.workload_from(args)
         learned = Calibration.load(args.calibration) if args.calibration else None
     except (SpecError, OSError) as error:
         print(f"nereus plan: {error}", file=sys.stderr)
         return 2
+    limits = None if args.uncoupled else limits_of(job)
     if args.curve:
+        if isinstance(cluster, Pools):
+            print("nereus plan: --curve is of GPUs of one kind: leave out --also", file=sys.stderr)
+            return 2
         count = min(cluster.gpus_per_node, cluster.world_size)
         points: list[dict[str, Any]] = []
         while count <= cluster.world_size:
             try:
-                found = plan(job, cluster, workload, learned, gpus=count)
+                found = plan(job, cluster, workload, learned, gpus=count, capabilities=limits)
                 rate = workload.sequences_per_step / found.estimate.iteration_s
                 points.append({"gpus": count, "sequences_per_s": rate, "fits": True})
             except SpecError:
@@ -79,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{point['gpus']:6d} GPUs  {point['sequences_per_s']:10.2f} sequences/s")
         return 0
     try:
-        found = plan(job, cluster, workload, learned)
+        found = plan(job, cluster, workload, learned, capabilities=limits)
     except SpecError as error:
         print(f"nereus plan: {error}", file=sys.stderr)
         return 1

@@ -25,6 +25,7 @@ from nereus_plugins.cost.estimate import (
 )
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.pools import Pool, Pools, pool_of, pools_of
 from nereus_plugins.cost.shape import as_shape
 from nereus_plugins.spec import (
     Assignment,
@@ -87,6 +88,8 @@ SHORTLIST_HOLDS = 1.5
 CLOSE_PLACEMENT = 1.2
 # The devices of a unit.
 Place = tuple[int, ...]
+# What a unit's candidates depend on: its name, number of GPUs and the first device of their pool.
+Key = tuple[str, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Shortlist:
     question: tuple[object, ...]
     mean_tokens: float
     splits_sequences: bool
-    choices: Mapping[tuple[str, int], frozenset[Choice]]
+    choices: Mapping[Key, frozenset[Choice]]
     placements: Sequence[Mapping[str, Place]]
 
     def holds(self, question: tuple[object, ...], workload: WorkloadSpec) -> bool:
@@ -250,6 +253,24 @@ def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, Place]
     return unique
 
 
+def _pool_placements(job: JobSpec, pools: Sequence[Pool]) -> list[dict[str, Place]]:
+    """All inside one pool, and every way to give each unit one pool."""
+    names = [*units_of(job)]
+    if S.ACTOR_GENERATE in job.stages():
+        names.append("rollout")
+    out = [
+        {name: tuple(d + pool.first for d in place) for name, place in placement.items()}
+        for pool in pools
+        for size in usable_sizes(pool.cluster.world_size, pool.cluster.gpus_per_node)
+        for placement in _placements(job, size, pool.cluster.gpus_per_node)
+    ]
+    for chosen in itertools.product(pools, repeat=len(names)):
+        placement = {n: tuple(pool.devices) for n, pool in zip(names, chosen, strict=True)}
+        if placement not in out:
+            out.append(placement)
+    return out
+
+
 def _placement_of(
     current: GlobalPlan, units: Mapping[str, tuple[ModelStage, ...]]
 ) -> dict[str, Place]:
@@ -304,7 +325,7 @@ def usable_sizes(gpus: int, per_node: int) -> list[int]:
 
 def plan(
     job: JobSpec,
-    cluster: ClusterSpec,
+    cluster: ClusterSpec | Pools,
     workload: WorkloadSpec,
     calibration: Calibration | None = None,
     *,
@@ -318,6 +339,7 @@ def plan(
     """The fastest plan that fits, of all layouts, knobs and placements considered.
 
     Args:
+        cluster: GPUs available; `Pools` where they are of several kinds.
         gpus: use the first so many of the cluster's GPUs; default all.
         capabilities: what the adapter can change of `current`; other changes are not proposed.
         current: the plan in force. The cost of leaving it, spread over `horizon_steps`, is part of
@@ -334,10 +356,14 @@ def plan(
     total = gpus or cluster.world_size
     if not 0 < total <= cluster.world_size:
         raise SpecError(f"gpus={total} is not between 1 and the cluster's {cluster.world_size}")
-    capacity = cluster.gpu.memory_bytes * (1.0 - MARGIN) - OUTSIDE_TORCH_BYTES
+    pools = pools_of(cluster)
+
+    def capacity(pool: Pool) -> float:
+        return pool.cluster.gpu.memory_bytes * (1.0 - MARGIN) - OUTSIDE_TORCH_BYTES
+
     rejected = _Rejected()
     units = units_of(job)
-    cache: dict[tuple[str, int], list[Candidate]] = {}
+    cache: dict[Key, list[Candidate]] = {}
     question = (
         job, cluster, total, capabilities, current,
         workload.prompts_per_step, workload.samples_per_prompt, workload.mini_batch_prompts,
@@ -345,13 +371,15 @@ def plan(
     held = None
     if after is not None and after.shortlist.holds(question, workload):
         held = after.shortlist
-    near: dict[tuple[str, int], frozenset[Choice]] = {}
+    near: dict[Key, frozenset[Choice]] = {}
 
     groups = _coupled_units(capabilities, [*units, "rollout"])
     coupled = frozenset[str]().union(*groups)
 
-    def candidates(name: str, count: int) -> list[Candidate]:
-        if (name, count) not in cache:
+    def candidates(name: str, place: Place) -> list[Candidate]:
+        pool, count = pool_of(pools, place, name), len(place)
+        key = (name, count, pool.first)
+        if key not in cache:
             stage = units[name][-1] if name in units else S.ACTOR_GENERATE
             in_force = current.assignments.get(stage) if current is not None else None
 
@@ -360,22 +388,24 @@ def plan(
 
             if name == "rollout":
                 made = rollout_candidates(
-                    job, count, cluster, workload, calibration, allowed, in_force
+                    job, count, pool.cluster, workload, calibration, allowed, in_force
                 )
             else:
-                made, near[name, count] = unit_candidates(
-                    job, units[name], count, cluster, workload, calibration, allowed, rejected,
-                    capacity, in_force=in_force, each_layout=name in coupled,
-                    only=held.choices.get((name, count)) if held else None,
+                made, near[key] = unit_candidates(
+                    job, units[name], count, pool.cluster, workload, calibration, allowed,
+                    rejected, capacity(pool), in_force=in_force, each_layout=name in coupled,
+                    only=held.choices.get(key) if held else None,
                 )  # fmt: skip
-            cache[name, count] = made
-        return cache[name, count]
+            cache[key] = made
+        return cache[key]
 
     placements: Sequence[Mapping[str, Place]]
     if held is not None:
         placements = held.placements
     elif capabilities is not None and capabilities.devices_fixed and current is not None:
         placements = [_placement_of(current, units)]
+    elif isinstance(cluster, Pools):
+        placements = _pool_placements(job, pools)
     else:
         placements = [
             placement
@@ -386,7 +416,7 @@ def plan(
     def fastest_rollout_s(placement: Mapping[str, Place]) -> float:
         if "rollout" not in placement:
             return 0.0
-        made = candidates("rollout", len(placement["rollout"]))
+        made = candidates("rollout", placement["rollout"])
         return min((c.cost.seconds for c in made), default=0.0)
 
     finalists: list[tuple[float, GlobalPlan]] = []
@@ -400,12 +430,13 @@ def plan(
             continue
         options = []
         for place, names in parts.items():
-            choices = {name: candidates(name, len(place)) for name in names}
+            choices = {name: candidates(name, place) for name in names}
             inside = [group for group in groups if group <= set(names)]
+            most = capacity(pool_of(pools, place, ", ".join(names)))
             options.append(
-                _choose_coupled(choices, inside, capacity)
+                _choose_coupled(choices, inside, most)
                 if inside
-                else choose(list(choices.values()), capacity, _FINALISTS)
+                else choose(list(choices.values()), most, _FINALISTS)
             )
         if not all(options):
             continue
@@ -436,7 +467,7 @@ def plan(
 
     def judge(finalist: GlobalPlan) -> None:
         result = estimate(job, finalist, cluster, workload, calibration)
-        cost = result.iteration_s + _leaving_s(current, finalist, result, cluster) / horizon_steps
+        cost = result.iteration_s + _leaving_s(current, finalist, result, pools) / horizon_steps
         judged.append((cost, finalist, result))
 
     seen: set[tuple[tuple[ModelStage, str, tuple[int, ...]], ...]] = set()
@@ -509,7 +540,7 @@ def _with_exact_transitions(
 def _shortlist(
     question: tuple[object, ...],
     workload: WorkloadSpec,
-    near: Mapping[tuple[str, int], frozenset[Choice]],
+    near: Mapping[Key, frozenset[Choice]],
     close: Sequence[Mapping[str, Place]],
 ) -> Shortlist:
     mean, _, longest = sequence_moments(workload)
@@ -545,7 +576,7 @@ def _allowed(
 
 
 def _leaving_s(
-    current: GlobalPlan | None, target: GlobalPlan, result: Estimate, cluster: ClusterSpec
+    current: GlobalPlan | None, target: GlobalPlan, result: Estimate, pools: Sequence[Pool]
 ) -> float:
     """A bound on the transition: state whose layout or GPUs change, over a network port."""
     if current is None:
@@ -558,4 +589,4 @@ def _leaving_s(
         if (now.layout, now.devices) != (then.layout, then.devices):
             memory: Mapping[str, float] = {p.name: p.value for p in result.stages[stage].memory}
             moved += memory.get("weights", 0.0) + memory.get("optimizer", 0.0)
-    return moved / cluster.inter_node.bandwidth_bytes_per_s
+    return moved / min(p.cluster.inter_node.bandwidth_bytes_per_s for p in pools)

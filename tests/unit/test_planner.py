@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from nereus_plugins.cost.cli import read_model
-from nereus_plugins.cost.estimate import UnitCost
+from nereus_plugins.cost.estimate import UnitCost, estimate
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.cost.pools import Pools
 from nereus_plugins.job import Capabilities, StageCapability
 from nereus_plugins.planner import plan
 from nereus_plugins.planner.candidates import Candidate, pareto
@@ -199,3 +200,60 @@ def test_a_shortlist_is_dropped_when_lengths_move_far() -> None:
     again = plan(job, cluster, moved, after=first)
     assert again.shortlist is not first.shortlist
     assert again.estimate == plan(job, cluster, moved).estimate
+
+
+def test_gpus_of_two_kinds_are_used_together() -> None:
+    job = JobSpec(read_model("qwen2.5-7b"))
+    fast, old = cluster_of("h100", 8), cluster_of("a100", 8)
+    alone = plan(job, fast, WORK)
+    both = plan(job, Pools((fast, old)), WORK)
+    assert both.estimate.fits
+    assert both.estimate.iteration_s <= alone.estimate.iteration_s
+    for stage, assignment in both.plan.assignments.items():
+        kinds = {device < 8 for device in assignment.devices}
+        assert len(kinds) == 1, stage
+    # The order in which pools are named changes nothing.
+    again = plan(job, Pools((old, fast)), WORK)
+    assert again.estimate.iteration_s == pytest.approx(both.estimate.iteration_s)
+
+
+def test_each_stage_is_held_to_its_own_gpus_memory() -> None:
+    job = JobSpec(read_model("qwen2.5-7b"))
+    pools = Pools((cluster_of("h100", 8), cluster_of("l40s", 8)))
+    found = plan(job, pools, WORK)
+    assert found.estimate.fits
+    for stage in found.estimate.stages.values():
+        large = stage.assignment.devices[0] < 8
+        assert stage.capacity_bytes == pools.clusters[0 if large else 1].gpu.memory_bytes
+        assert stage.reserved_bytes <= stage.capacity_bytes
+
+
+def test_a_stage_across_two_kinds_is_refused() -> None:
+    job = JobSpec(read_model("qwen2.5-7b"), algorithm="sft", reference=False)
+    pools = Pools((cluster_of("h100", 8), cluster_of("a100", 8)))
+    spread = Assignment(Layout(dp=16, sharding="fsdp"), Knobs(token_budget_tokens=8192))
+    with pytest.raises(SpecError, match="GPUs of two kinds"):
+        estimate(job, GlobalPlan({S.ACTOR_TRAIN: spread}), pools, WORK)
+
+
+def test_the_command_takes_gpus_of_another_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--also", "a100:8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["fits"]
+    assert main([*COMMAND, "--also", "a100"]) == 2
+    assert "NAME:COUNT" in capsys.readouterr().err
+
+
+def test_verls_megatron_models_share_a_layout_unless_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["--model", "qwen2.5-7b", "--gpu", "h100", "--gpus", "16", "--prompts", "128",
+               "--backend", "megatron", "--json"]  # fmt: skip
+    layouts, seconds = [], []
+    for more in ([], ["--uncoupled"]):
+        assert main([*command, *more]) == 0
+        stages = json.loads(capsys.readouterr().out)["estimate"]
+        seconds.append(stages["iteration_s"])
+        layouts.append({stages["stages"][s]["layout"] for s in ("ref-logprob", "actor-train")})
+    assert len(layouts[0]) == 1
+    assert len(layouts[1]) == 2
+    assert seconds[1] < seconds[0]
