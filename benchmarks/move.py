@@ -3,8 +3,15 @@
     python benchmarks/move.py [--json] [--sizes-mib 50 500] [--repetitions 9]
 
 Four gloo ranks on this machine reshard the state of a model (bf16 weights, fp32 masters and two
-Adam moments, Megatron's distributed optimizer) from TP2 PP1 DP2 to TP1 PP2 DP2. The model is sized
-so that each rank sends the given number of bytes. Compared, in turn in every repetition:
+Adam moments) between two layouts. The model is sized so that each rank sends the given number of
+bytes. Two cases:
+
+- strided: Megatron with its distributed optimizer, TP2 PP1 DP2 to TP1 PP2 DP2; what row-parallel
+  weights bring is scattered over the target's rows, so it must be unpacked;
+- contiguous: FSDP2 over four ranks to HSDP in shards of two; every box is
+  contiguous at both ends.
+
+Compared, in turn in every repetition:
 
 - bare: the same bytes between the same ranks, one preallocated and warmed message for each pair;
 - data phase without checksums: `TorchTransport.exchange` on a fresh group with fresh staging;
@@ -23,6 +30,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import json
 import os
 import platform
@@ -58,8 +66,28 @@ from nereus_plugins.transport.metadata import gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
 
 WORLD = 4
-SOURCE = Layout(tp=2, dp=2, sharding="zero1")
-TARGET = Layout(pp=2, dp=2, sharding="zero1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What moves: the state of a `backend`'s model from one layout to another."""
+
+    backend: str
+    source: Layout
+    target: Layout
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}, {self.backend}, {WORLD} ranks"
+
+
+CASES = {
+    "strided": Case(
+        "megatron", Layout(tp=2, dp=2, sharding="zero1"), Layout(pp=2, dp=2, sharding="zero1")
+    ),
+    "contiguous": Case(
+        "fsdp2", Layout(dp=4, sharding="fsdp"), Layout(dp=4, sharding="hsdp", shard_size=2)
+    ),
+}
 MIB = 1 << 20
 TIMEOUT = datetime.timedelta(minutes=5)
 CHECKPOINT_THREADS = (1, 2)
@@ -85,17 +113,19 @@ class Shard:
     view: torch.Tensor
 
 
-def sent_bytes(model: ModelSpec) -> int:
+def sent_bytes(model: ModelSpec, case: Case) -> int:
     """Mean bytes that a rank sends to others in the transition."""
-    moves = plan_moves(predict(model, SOURCE), predict(model, TARGET))
+    moves = plan_moves(predict(model, case, case.source), predict(model, case, case.target))
     return int(moves.nbytes[moves.src_rank != moves.dst_rank].sum()) // WORLD
 
 
-def predict(model: ModelSpec, layout: Layout) -> ShardTable:
-    return predict_unit(model, layout, backend="megatron", optimizer=OptimizerSpec(), device="cpu")
+def predict(model: ModelSpec, case: Case, layout: Layout) -> ShardTable:
+    return predict_unit(
+        model, layout, backend=case.backend, optimizer=OptimizerSpec(), device="cpu"
+    )
 
 
-def model_for(size_bytes: int) -> ModelSpec:
+def model_for(size_bytes: int, case: Case) -> ModelSpec:
     """The base model, with hidden sizes such that a rank sends about `size_bytes`."""
     scale = 1 if size_bytes >= 200 * MIB else 4
     model = replace(
@@ -105,7 +135,7 @@ def model_for(size_bytes: int) -> ModelSpec:
         num_attention_heads=BASE.num_attention_heads // scale,
         num_kv_heads=BASE.num_kv_heads // scale,
     )
-    low, high = (sent_bytes(replace(model, ffn_hidden_size=f)) for f in (512, 1024))
+    low, high = (sent_bytes(replace(model, ffn_hidden_size=f), case) for f in (512, 1024))
     ffn = 512 + (size_bytes - low) * 512 / (high - low)
     return replace(model, ffn_hidden_size=max(64, round(ffn / 64) * 64))
 
@@ -185,9 +215,11 @@ def state_dict(shards: list[Shard]) -> dict[str, Any]:
 class Rank:
     """One rank's state in both layouts, and the things that are timed."""
 
-    def __init__(self, rank: int, model: ModelSpec) -> None:
+    def __init__(self, rank: int, model: ModelSpec, case: Case) -> None:
         self.rank = rank
-        self.tables = [predict(model, layout).of_rank(rank) for layout in (SOURCE, TARGET)]
+        self.tables = [
+            predict(model, case, layout).of_rank(rank) for layout in (case.source, case.target)
+        ]
         self.source = allocate(self.tables[0], fill=True)
         self.target = allocate(self.tables[1], fill=False)
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -299,10 +331,10 @@ def measure(rank: int, port: int, args: argparse.Namespace, results: Any) -> Non
     store = dist.TCPStore("127.0.0.1", port, None, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
     folder = Path(args.folder)
-    sizes = {}
-    for size_mib in args.sizes_mib:
-        model = model_for(size_mib * MIB)
-        state = Rank(rank, model)
+    cases: dict[str, dict[str, Any]] = {name: {} for name in args.cases}
+    for name, size_mib in itertools.product(args.cases, args.sizes_mib):
+        model = model_for(size_mib * MIB, CASES[name])
+        state = Rank(rank, model, CASES[name])
         state.check(folder / "check")
         series: dict[str, list[Any]] = {"bare": [], "plain": [], "checked": [], "checkpoint": []}
         state.bare()
@@ -313,16 +345,16 @@ def measure(rank: int, port: int, args: argparse.Namespace, results: Any) -> Non
                 ("checked", partial(state.transition, True, args.staging_bytes)),
             ]
             # No kind always follows the same other one.
-            for name, turn in turns[repetition % 3 :] + turns[: repetition % 3]:
-                series[name].append(turn())
+            for kind, turn in turns[repetition % 3 :] + turns[: repetition % 3]:
+                series[kind].append(turn())
             if repetition < args.checkpoints:
                 best = min(state.checkpoint(folder / "c", t) for t in CHECKPOINT_THREADS)
                 series["checkpoint"].append((best, series["checked"][-1]["whole"]))
-        sizes[f"{size_mib}MiB"] = summary(model, state, series)
+        cases[name][f"{size_mib}MiB"] = summary(model, state, series)
         del state, turns, turn
         gc.collect()
     if rank == 0:
-        results.put(sizes)
+        results.put(cases)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -372,6 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print one JSON object, last line")
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=[50, 500])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--checkpoints", type=int, default=3, help="repetitions of the checkpoint")
     parser.add_argument("--staging-bytes", type=int, default=None)
@@ -383,13 +416,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="nereus-move-") as folder:
         args.folder = folder
         mp.spawn(measure, (store.port, args, results), nprocs=WORLD)
-    sizes = results.get()
-    largest = sizes[f"{max(args.sizes_mib)}MiB"]
+    cases = results.get()
+    first = cases[args.cases[0]]
+    largest = first[f"{max(args.sizes_mib)}MiB"]
     keys = ("ratio_to_bare_exchange", "ratio_with_checksums", "ratio_to_checkpoint")
     report = {
         **{key: largest[key] for key in keys},
-        **sizes,
-        "transition": f"{SOURCE} -> {TARGET}, megatron, {WORLD} ranks",
+        **first,
+        "cases": {name: {"transition": str(CASES[name]), **cases[name]} for name in args.cases},
         "measured_on": f"CPU, gloo over loopback: {cpu_name()}, {os.cpu_count()} cores",
         "load_average_1min": [load_before, os.getloadavg()[0]],
         "repetitions": args.repetitions,
@@ -398,10 +432,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(report))
         return
-    print(f"{report['transition']}; {report['measured_on']}")
-    for name, size in sizes.items():
+    print(report["measured_on"])
+    for name, size_name in itertools.product(cases, first):
+        size = cases[name][size_name]
         print(
-            f"{name}: data phase {size['ratio_to_bare_exchange']:.2f}x a bare exchange "
+            f"{name} ({CASES[name]}), {size_name}: "
+            f"data phase {size['ratio_to_bare_exchange']:.2f}x a bare exchange "
             f"({size['seconds_bare']:.3f} s), with checksums {size['ratio_with_checksums']:.2f}x; "
             f"in CPU time {size['cpu_ratio_to_bare_exchange']:.2f}x and "
             f"{size['cpu_ratio_with_checksums']:.2f}x; whole transition "

@@ -77,6 +77,17 @@ class ElasticUnit(Protocol):
         """Free memory, groups and hooks of a `BuiltUnit` that is not current.
 
         Called for the old layout after commit and for the target after an abort, in the same order
-        on every rank. It must not wait for peers: after an abort a peer may be gone.
+        on every rank. It must not wait for peers: after an abort a peer may be gone. It must not
+        touch the current layout, whose storages may still be parked in host memory.
         """
         ...
+
+    def settle(self) -> None:
+        """Put the current layout's state where the framework keeps it between stages.
+
+        Called on every rank at the end of a release and of an abort, after parked storages have
+        been fetched; also after an abort in which nothing was built. Frameworks that offload a
+        model between stages offload it here; others do nothing. It must not wait for peers: after
+        an abort a peer may be gone.
+        """
+        return

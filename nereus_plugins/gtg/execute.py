@@ -260,6 +260,7 @@ class RankTransition:
             report.units[name] = time.perf_counter() - start
         if attempt.transport is not None:
             error = self._catch(attempt.transport.close) or error
+        error = self._settle(attempt) or error
         report.seconds["commit"] = attempt.report.seconds.pop("commit", 0.0)
         try:
             failed = self._vote(attempt, "release", error)
@@ -522,8 +523,9 @@ class RankTransition:
         for name in reversed(list(attempt.built)):
             built = attempt.built.pop(name)
             error = self._catch(self.units[name].release, built) or error
-        if attempt.parked:
-            error = self._catch(self._fetch, attempt) or error
+        # Only a state that is all there can be settled.
+        unfetched = self._catch(self._fetch, attempt) if attempt.parked else None
+        error = unfetched or self._settle(attempt) or error
         if lost:
             if error is not None:
                 raise TransitionUnrecoverable(_not_recovered(phase, self.rank, _reason(error)))
@@ -534,6 +536,12 @@ class RankTransition:
             failed = missing.ranks[0], str(missing)
         if failed is not None:
             raise TransitionUnrecoverable(_not_recovered(phase, *failed)) from error
+
+    def _settle(self, attempt: _Attempt) -> Exception | None:
+        error: Exception | None = None
+        for name in attempt.target:
+            error = self._catch(self.units[name].settle) or error
+        return error
 
     def _fetch(self, attempt: _Attempt) -> None:
         try:

@@ -2,8 +2,8 @@
 
 The driver appends a `commit` record after every rank has prepared and before any rank switches. If
 the ranks then cannot switch and go back to the old layout, it appends an `abort` record for that
-epoch. `Journal.current()` is the last commit that no abort took back: the layout in which a
-restarted job must load its state.
+epoch. `Journal.current()` is the last commit that no abort took back: the layout that the job was
+in last. A restarted job loads a checkpoint, whose own stamp says in which layout it was saved.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Journal:
     def commit(self, *, epoch: int, plan: Mapping[str, Any], digest: str, step: int) -> None:
         """Record durably that `epoch` is committed; on return it survives a power cut.
 
-        Raises EpochError if the journal already holds this epoch or a later one.
+        Raises EpochError if the journal already holds this epoch or a later one; OSError if the
+        record could not be made durable: then it is not in the journal.
         """
         last = max((record.epoch for record in self.read()), default=None)
         if last is not None and epoch <= last:
@@ -157,14 +158,18 @@ class Journal:
             if keep != size:
                 os.ftruncate(handle, keep)
             line = record.to_json().encode() + b"\n"
-            written = os.pwrite(handle, line, keep)
-            if written != len(line):
-                raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes")
-            os.fsync(handle)
+            try:
+                written = os.pwrite(handle, line, keep)
+                if written != len(line):
+                    raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes")
+                os.fsync(handle)
+                directory = os.open(self.path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(directory)
+                finally:
+                    os.close(directory)
+            except BaseException:
+                os.ftruncate(handle, keep)  # what was not promised must not be read back
+                raise
         finally:
             os.close(handle)
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    backends = BACKENDS if args.backend == "all" else (args.backend,)
+    backends: tuple[str, ...] = BACKENDS if args.backend == "all" else (args.backend,)
     if "megatron" in backends and not _has_megatron():
         _say("megatron: not installed; pip install 'nereus-plugins[megatron]'", args.json)
         backends = tuple(b for b in backends if b != "megatron")
@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks: list[Check] = []
     for backend in backends:
         _say(f"{backend}: {ranks} ranks on {device}", args.json)
-        found = prove(backend, ranks, device=device, transitions=args.transitions, quick=args.quick)
-        for check in found:
+        for check in prove(
+            backend, ranks, device=device, transitions=args.transitions, quick=args.quick
+        ):
             _say(_row(check), args.json)
-        checks += found
+            checks.append(check)
     failed = [c for c in checks if not c.passed]
     if args.json:
         summary = {
@@ -72,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed or not checks else 0
 
 
-def prove(backend: str, ranks: int, *, device: str, transitions: int, quick: bool) -> list[Check]:
-    """All proofs of one back end on this machine.
+def prove(
+    backend: str, ranks: int, *, device: str, transitions: int, quick: bool
+) -> Iterator[Check]:
+    """All proofs of one back end on this machine, as they are done.
 
     Args:
         backend: one of `BACKENDS`.
@@ -82,13 +85,12 @@ def prove(backend: str, ranks: int, *, device: str, transitions: int, quick: boo
         transitions: how many the repeated-transition proof makes; 0 leaves it out.
         quick: fewer pairs of layouts.
     """
-    checks = run("bit_exact", backend, ranks, quick, device=device)
-    checks += run("failures", backend, 2, device=device)
+    yield from run("failures", backend, 2, device=device)
     for phase in ("move", "commit"):
-        checks += run_killed(backend, phase, device=device)
+        yield from run_killed(backend, phase, device=device)
+    yield from run("bit_exact", backend, ranks, quick, device=device)
     if transitions:
-        checks += run("soak", backend, ranks, transitions, device=device)
-    return checks
+        yield from run("soak", backend, ranks, transitions, device=device)
 
 
 def run(

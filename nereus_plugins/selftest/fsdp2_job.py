@@ -167,6 +167,9 @@ class Fsdp2Job:
         gc.collect()
         built.groups.destroy()
 
+    def settle(self) -> None:
+        """Nothing to do: this job keeps its state on the device."""
+
     def close(self) -> None:
         """Free everything."""
         self.release(self.current)

@@ -157,6 +157,9 @@ class MegatronJob:
         built.groups.destroy()
         gc.collect()
 
+    def settle(self) -> None:
+        """Nothing to do: this job keeps its state on the device."""
+
     def close(self) -> None:
         """Free everything."""
         self.release(self.current)

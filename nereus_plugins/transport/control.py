@@ -1,24 +1,47 @@
 """Votes between ranks through torch.distributed's key-value store.
 
 The store needs no process group: a vote works when a communicator is broken or a peer is dead,
-which is when it matters. Every rank writes its vote, waits until all are there, and reads them in
-one request; so all surviving ranks see the same votes or each learns which ranks are missing.
+which is when it matters. Every rank writes its vote and waits until all are there. The first to
+see all of them, or to run out of patience, writes down which: "all", or the ranks that are lost.
+Every rank obeys that one decision, a rank that comes late too; so all leave a vote alike.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from nereus_plugins.transport.torch_private import clone_default_store
 
+# How long a wait goes without looking whether it is still worth it.
+_LOOK_EVERY_S = 0.5
+
+_ALL = "all"
+
 
 class ControlError(RuntimeError):
     """A vote could not be held."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank said in a vote.
+
+    Attributes:
+        ok, payload: what it said; a reason, a digest, JSON.
+        order: 0 if ok; else 1 for the rank that was the first to vote against, and so on.
+    """
+
+    rank: int
+    ok: bool
+    payload: str
+    order: int = 0
 
 
 class RankLost(ControlError):
@@ -27,15 +50,23 @@ class RankLost(ControlError):
     Attributes:
         ranks: the missing ranks, ascending.
         phase: the name of the vote.
+        votes: of the ranks that did vote.
     """
 
-    def __init__(self, ranks: tuple[int, ...], phase: str, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], phase: str, timeout_s: float, votes: Sequence[Vote] = ()
+    ) -> None:
         super().__init__(
             f"no vote from rank(s) {', '.join(map(str, ranks))} in phase {phase!r} within "
             f"{timeout_s:g} s: dead or hung, or raise timeout_s if the phase takes longer"
         )
         self.ranks = ranks
         self.phase = phase
+        self.votes = tuple(votes)
+
+
+class PeerFailed(ControlError):
+    """A vote was left, as a peer has failed and may never come to it."""
 
 
 class StoreLost(ControlError):
@@ -55,15 +86,6 @@ class Disagreement(ControlError):
         super().__init__(f"rank(s) {', '.join(map(str, ranks))} differ in {phase!r} ({held})")
         self.phase = phase
         self.ranks = ranks
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What one rank said in a vote: `ok`, and a `payload` (a reason, a digest, JSON)."""
-
-    rank: int
-    ok: bool
-    payload: str
 
 
 class Control:
@@ -96,26 +118,45 @@ class Control:
         self._store = dist.PrefixStore(prefix, base)
         self._held: Counter[str] = Counter()
 
-    def vote(self, name: str, ok: bool, payload: str = "") -> list[Vote]:
+    def vote(
+        self,
+        name: str,
+        ok: bool,
+        payload: str = "",
+        *,
+        timeout_s: float | None = None,
+        leave: Callable[[], bool] | None = None,
+    ) -> list[Vote]:
         """Say `ok`, wait for all ranks, return all votes by rank. Collective.
 
         The name may be used again: votes of one name are numbered.
 
+        Args:
+            timeout_s: how long to wait for the slowest rank; default: that of this object.
+            leave: looked at while waiting; once it is true, the vote is left.
+
         Raises:
-            RankLost: naming the ranks that did not vote within `timeout_s`.
+            RankLost: on all ranks alike, naming those that did not vote in time.
+            PeerFailed: the vote was left; by other ranks perhaps not.
             StoreLost: the store cannot be reached.
         """
-        number = self._held[name]
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        prefix = self._next(name)
         self._held[name] += 1
-        keys = [f"{name}/{number}/{rank}" for rank in range(self.world)]
-        done = f"{name}/{number}/done"
+        keys = [f"{prefix}/{rank}" for rank in range(self.world)]
+        against, decision, done = (f"{prefix}/{end}" for end in ("against", "decision", "done"))
         try:
-            self._store.set(keys[self.rank], json.dumps([ok, payload]))
-            self._wait_for(keys, name)
-            values = self._store.multi_get(keys)
+            order = 0 if ok else self._store.add(against, 1)
+            self._store.set(keys[self.rank], json.dumps([ok, payload, order]))
+            missing = self._wait_for(keys, decision, limit_s, leave)
+            proposal = json.dumps(missing) if missing else _ALL
+            decided = self._store.compare_set(decision, "", proposal).decode()
+            lost = [] if decided == _ALL else json.loads(decided)
+            present = [rank for rank in range(self.world) if rank not in lost]
+            values = self._store.multi_get([keys[rank] for rank in present])
             # The last to have read removes the keys, so that the store does not grow.
             if self._store.add(done, 1) == self.world:
-                for key in (*keys, done):
+                for key in (*keys, against, decision, done):
                     self._store.delete_key(key)
         except dist.DistNetworkError as error:
             raise StoreLost(
@@ -123,31 +164,56 @@ class Control:
                 f"serves it (usually rank 0) is gone ({error})"
             ) from error
         votes = []
-        for rank, value in enumerate(values):
-            said, text = json.loads(value)
-            votes.append(Vote(rank, bool(said), str(text)))
+        for rank, value in zip(present, values, strict=True):
+            said, text, order = json.loads(value)
+            votes.append(Vote(rank, bool(said), str(text), int(order)))
+        if lost:
+            raise RankLost(tuple(lost), name, limit_s, votes)
         return votes
 
-    def agree(self, name: str, digest: str) -> None:
+    def voted_against(self, name: str) -> bool:
+        """Whether a rank has already voted against, in the vote of that name that comes next here.
+
+        Raises: StoreLost.
+        """
+        try:
+            return self._store.check([f"{self._next(name)}/against"])
+        except dist.DistNetworkError as error:
+            raise StoreLost(f"the key-value store cannot be reached ({error})") from error
+
+    def agree(self, name: str, digest: str, *, leave: Callable[[], bool] | None = None) -> None:
         """Check that all ranks hold the same `digest`. Collective.
 
         Raises:
             Disagreement: naming the ranks that differ; on all ranks.
-            RankLost, StoreLost: as `vote`.
+            RankLost, PeerFailed, StoreLost: as `vote`.
         """
-        digests = [vote.payload for vote in self.vote(name, True, digest)]
+        digests = [vote.payload for vote in self.vote(name, True, digest, leave=leave)]
         usual = Counter(digests).most_common(1)[0][0]
         odd = tuple(rank for rank, other in enumerate(digests) if other != usual)
         if odd:
             raise Disagreement(name, odd, digests)
 
-    def _wait_for(self, keys: list[str], phase: str) -> None:
-        try:
-            self._store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
-            return
-        except dist.DistNetworkError:
-            raise
-        except dist.DistStoreError:  # the time is over
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        if missing:
-            raise RankLost(tuple(missing), phase, self.timeout_s)
+    def _next(self, name: str) -> str:
+        """The keys of the vote of this name that comes next."""
+        return f"{name}/{self._held[name]}"
+
+    def _wait_for(
+        self, keys: list[str], decision: str, limit_s: float, leave: Callable[[], bool] | None
+    ) -> list[int]:
+        """The ranks whose votes are not there at the end of the wait, ascending."""
+        end = time.monotonic() + limit_s
+        while True:
+            left_s = max(end - time.monotonic(), 0.001)
+            try:
+                look = datetime.timedelta(seconds=min(left_s, _LOOK_EVERY_S))
+                self._store.wait(keys, look)
+                return []
+            except dist.DistNetworkError:
+                raise
+            except dist.DistStoreError:  # the time is over
+                pass
+            if self._store.check([decision]) or time.monotonic() >= end:
+                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if leave is not None and leave():
+                raise PeerFailed("a peer failed in the same step")

@@ -359,13 +359,15 @@ class TorchTransport:
             group.abort()
         elif self.world > 1:
             # Destroying a gloo group closes its sockets only once nothing refers to it, which
-            # the caller decides. A receive that times out closes all of its connections now.
-            peer = (self.rank + 1) % self.world
-            with suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                work = dist.irecv(nothing, group=group, group_src=peer, tag=_ABORT_TAG)
-                assert work is not None
-                work.wait(datetime.timedelta(milliseconds=1))
+            # the caller decides. A receive that times out closes all of its connections now; one
+            # on a connection that is already broken fails and closes no other, so all are tried.
+            nothing = torch.empty(1, dtype=torch.uint8)
+            for step in range(1, self.world):
+                peer = (self.rank + step) % self.world
+                with suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=group, group_src=peer, tag=_ABORT_TAG)
+                    assert work is not None
+                    work.wait(datetime.timedelta(milliseconds=1))
         dist.destroy_process_group(group)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from nereus_plugins.transport.control import Control, Disagreement, RankLost
+from nereus_plugins.transport.control import Control, Disagreement, PeerFailed, RankLost
 
 from .spawn import run_ranks, run_ranks_outcomes
 
@@ -69,6 +69,51 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
         ranks, spent, phase = outcome.value
         assert (ranks, phase) == ((0,), "move")
         assert spent < 5
+
+
+def _late(rank: int, world: int) -> tuple[int, ...]:
+    control = Control(rank, world, timeout_s=2)
+    control.vote("warm", True)
+    time.sleep((0.0, 1.0, 2.5)[rank])
+    with pytest.raises(RankLost) as caught:
+        control.vote("move", rank != 1, "own error" if rank == 1 else "")
+    cast = [(vote.rank, vote.ok, vote.payload) for vote in caught.value.votes]
+    assert cast == [(0, True, ""), (1, False, "own error")]
+    return caught.value.ranks
+
+
+def test_a_rank_that_comes_late_does_not_split_the_vote() -> None:
+    """Rank 0 gives up on rank 2 before that comes; rank 1 still would have waited for it."""
+    assert run_ranks(_late, 3, timeout_s=60) == [(2,)] * 3
+
+
+def _order(rank: int, world: int) -> list[int]:
+    control = Control(rank, world, timeout_s=20)
+    control.vote("build", True)
+    assert not control.voted_against("build")
+    if rank == 0:  # waits for rank 1 to fail, then fails too
+        while not control.voted_against("build"):
+            time.sleep(0.01)
+    return [v.order for v in control.vote("build", rank == 2)]
+
+
+def test_the_first_failure_is_known() -> None:
+    assert run_ranks(_order, 3, timeout_s=60) == [[2, 1, 0]] * 3
+
+
+def _leave(rank: int, world: int) -> float:
+    control = Control(rank, world, timeout_s=20)
+    control.vote("warm", True)
+    begin = time.monotonic()
+    if rank != 1:
+        with pytest.raises(PeerFailed):
+            control.agree("plan", "same", leave=lambda: control.voted_against("step"))
+    control.vote("step", rank != 1)
+    return time.monotonic() - begin
+
+
+def test_a_vote_is_left_when_a_peer_failed_before_it() -> None:
+    assert max(run_ranks(_leave, 3, timeout_s=60)) < 10
 
 
 def _keys(rank: int, world: int) -> tuple[int, int]:

@@ -122,6 +122,7 @@ class ToyUnit:
         self.name = name
         self.rank = rank
         self.alive = 0
+        self.calls: list[str] = []
         self.current = self.build(layout)
         for shard in self.current.shards:
             whole = global_tensor(name, shard.name, 0)
@@ -154,6 +155,13 @@ class ToyUnit:
         built.group = None
         built.shards.clear()
         self.alive -= 1
+        self.calls.append("release")
+
+    def settle(self) -> None:
+        # Whatever was parked is back, on whatever path a transition ended.
+        held = [shard.view.untyped_storage().nbytes() for shard in self.current.shards]
+        assert all(held), held
+        self.calls.append("settle")
 
     def train(self) -> None:
         for shard in self.current.shards:
@@ -240,6 +248,7 @@ def _succeed(rank: int, world: int, budget: int | None) -> list[dict[str, Any]]:
         for name, unit in units.items():
             assert unit.layout() == target[name]
             assert unit.alive == 1
+            assert unit.calls == ["release", "settle"] * epoch
             unit.check(epoch)
             stays = rank < min(here[name].world_size, target[name].world_size) and here[name].coord(
                 rank
@@ -305,6 +314,8 @@ def _fail_and_go_on(
             assert unit.fingerprint() == before[name], (step, bad_rank)
             assert unit.layout() == X[name]
             assert unit.alive == 1, (step, bad_rank)
+            assert unit.calls[-1] == "settle", (step, bad_rank)
+            assert unit.calls.count("settle") == epoch, (step, bad_rank)
         del error, caught  # the traceback holds the transition's group
         gc.collect()
         descriptors.append(len(os.listdir("/proc/self/fd")))

@@ -5,12 +5,16 @@ All in fp32, so that two layouts differ by the order of sums only.
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nereus_plugins.gtg.execute import TransitionAborted
 from nereus_plugins.gtg.scalars import RNG
 from nereus_plugins.spec import Layout
 from tests.dist.spawn import run_ranks
@@ -93,6 +97,88 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
     return out
 
 
+def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from tests.dist import verl_engines as ve
+
+    ve.on_cpu()
+    from nereus_verl import capabilities, worker
+
+    roles = ("actor", "critic", "ref")
+    engines = {role: ve.build(kind, model, role, path[0]) for role in roles}
+    units = ve.make_units(kind, engines)
+    transition = ve.make_transition(units)
+    for role in ("actor", "critic"):
+        ve.train(engines[role], 0)
+    hf_config = json.loads((model / "config.json").read_text())
+    models = {role: capabilities.check_model(role, hf_config) for role in roles}
+    weights = {role: ve.exported(engines[role]) for role in roles}
+    held = sum(int(unit.described().table(rank).nbytes_per_row().sum()) for unit in units.values())
+    largest = torch.tensor(held)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    transition.options = dataclasses.replace(
+        transition.options, memory_budget_bytes=int(largest) * 3 // 2, staging_bytes=1 << 16
+    )
+    targets = dict.fromkeys(roles, path[1])
+    predicted = {role: worker.predict(engines[role], models[role], path[1]) for role in roles}
+    report = transition.prepare(targets, 1, predicted)
+    transition.commit()
+    transition.release()
+    for role in roles:
+        moved = ve.exported(engines[role])
+        assert all(moved[key].equal(weights[role][key]) for key in weights[role]), role
+    for role in ("actor", "critic"):
+        ve.train(engines[role], 1)
+    parked = sum(unit.bytes_parked for unit in report.units.values())
+    return report.mode, parked, [unit.prediction for unit in report.units.values()]
+
+
+def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
+    """Rank 1 has no memory left for the actor's new optimizer."""
+    from tests.dist import verl_engines as ve
+
+    ve.on_cpu()
+    from nereus_verl.groups import align_names, registered_count
+
+    roles = ("actor", "critic")
+    engines = {role: ve.build(kind, model, role, path[0]) for role in roles}
+    units = ve.make_units(kind, engines)
+    transition = ve.make_transition(units)
+    for role in roles:
+        ve.train(engines[role], 0)
+    start, groups = ve.take(units), registered_count()
+    for role in roles:
+        ve.train(engines[role], 9)
+    never_moved = ve.take(units)
+    ve.restore(units, start)
+
+    cls = type(engines["actor"])
+    build = cls._build_optimizer
+
+    def without_memory(engine: Any, *args: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("none left")
+        return build(engine, *args)
+
+    cls._build_optimizer = without_memory
+    begin = time.monotonic()
+    with pytest.raises(TransitionAborted) as aborted:
+        transition.prepare(dict.fromkeys(roles, path[1]), 1)
+    spent_s = time.monotonic() - begin
+    cls._build_optimizer = build
+    assert registered_count() == groups
+    for role in roles:
+        ve.train(engines[role], 9)
+    _assert_same(ve.take(units), never_moved)
+    # The next attempt finds nothing in its way.
+    transition.epoch = 1
+    align_names(2)
+    ve.move(transition, path[1])
+    return aborted.value.rank, aborted.value.phase, aborted.value.reason, spent_s
+
+
 def _assert_same(a: Any, b: Any) -> None:
     for name in b:
         assert len(a[name].shards) == len(b[name].shards)
@@ -124,3 +210,30 @@ def test_units_over_layouts(kind: str, model: Path) -> None:
         # fp32 sums in another order: a few hundred terms at 6e-8 each.
         assert max(result["gradients"].values()) < 1e-4, result["gradients"]
         assert result["groups"][0] == result["groups"][-1], result["groups"]
+
+
+PAIRS = [
+    ("fsdp2", [Layout(dp=2, sharding="fsdp"), Layout(dp=1, ulysses=2, sharding="fsdp")]),
+    ("megatron", [Layout(tp=2, sharding="zero1"), Layout(pp=2, sharding="zero1")]),
+]
+
+
+@pytest.mark.parametrize(("kind", "path"), PAIRS)
+def test_a_rank_that_cannot_build_leaves_its_peers_free(
+    kind: str, path: list[Layout], model: Path
+) -> None:
+    for rank, phase, reason, spent_s in run_ranks(
+        _failing_build, 2, kind, model, path, timeout_s=300
+    ):
+        assert (rank, phase) == (1, "build")
+        assert reason == "MemoryError: none left"
+        assert spent_s < 60.0
+
+
+@pytest.mark.parametrize(("kind", "path"), PAIRS)
+def test_staged_through_host_memory(kind: str, path: list[Layout], model: Path) -> None:
+    """Old and new do not fit together; what was predicted of verl's models is what was built."""
+    for mode, parked, predictions in run_ranks(_staged, 2, kind, model, path, timeout_s=300):
+        assert mode == "staged"
+        assert parked > 0
+        assert predictions == [[], [], []]

@@ -17,6 +17,7 @@ from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
 
 SEQUENCES = 8
+TIMEOUT_S = 60.0
 
 
 def on_cpu() -> None:
@@ -105,17 +106,17 @@ def make_units(kind: str, engines: dict[str, Any]) -> dict[str, ElasticUnit]:
     if kind == "fsdp2":
         from nereus_verl.fsdp_unit import FsdpUnit
 
-        return {name: FsdpUnit(name, engine) for name, engine in engines.items()}
+        return {name: FsdpUnit(name, engine, TIMEOUT_S) for name, engine in engines.items()}
     from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
-    process = MegatronProcess(next(iter(engines.values())))
+    process = MegatronProcess(next(iter(engines.values())), TIMEOUT_S)
     return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
 
 
 def make_transition(units: dict[str, ElasticUnit]) -> RankTransition:
     rank, world = dist.get_rank(), dist.get_world_size()
-    control = Control(rank, world, timeout_s=60)
-    options = TransitionOptions(timeout_s=60)
+    control = Control(rank, world, timeout_s=TIMEOUT_S)
+    options = TransitionOptions(timeout_s=TIMEOUT_S)
     return RankTransition(units, rank=rank, world=world, control=control, options=options)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -78,3 +80,27 @@ def test_other_damage_and_a_newer_schema_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(newer) + "\n")
     with pytest.raises(JournalError, match="schema version 2"):
         journal.read()
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_record_that_is_not_durable_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """The file's own fsync fails, or that of its directory after it."""
+    journal = Journal(tmp_path / "j")
+    journal.commit(epoch=1, plan=PLAN, digest="d1", step=1)
+    before = journal.path.read_bytes()
+    calls = []
+
+    def fsync(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) > good:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="Input/output error"):
+            journal.commit(epoch=2, plan=PLAN, digest="d2", step=2)
+    assert journal.path.read_bytes() == before
+    journal.commit(epoch=2, plan=PLAN, digest="d2", step=2)
+    assert [record.epoch for record in journal.read()] == [1, 2]

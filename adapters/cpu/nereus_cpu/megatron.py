@@ -155,10 +155,32 @@ def _cpu_rng(random: Any) -> None:
 
 
 def _torch_adam_step(distrib_optimizer: Any) -> None:
-    # torch's Adam keeps `step` with each parameter's state, FusedAdam does not: loading Megatron's
-    # fully reshardable checkpoint then asks for a `step` tensor that was never saved (KeyError).
+    # torch's Adam keeps `step` with each parameter's state, FusedAdam does not. Therefore, in
+    # Megatron's checkpoints: a fully reshardable one asks for a `step` tensor that was never saved
+    # (KeyError); an optimizer that has not stepped has none to show (AssertionError), which is what
+    # loading into a new job begins with; and after a load all parameters share one `step` tensor,
+    # which then counts once for each of them.
     cls = distrib_optimizer.DistributedOptimizer
     load = cls._set_main_param_and_optimizer_states
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+
+    def state_dict_of_any_age(self: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            for param in (p for group in adam.param_groups for p in group["params"]):
+                if not adam.state[param]:
+                    adam.state[param] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+        return state_dict(self)
+
+    def load_with_own_steps(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_state_dict(self, *args, **kwargs)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
     def load_keeping_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         current = self._get_main_param_and_optimizer_states(model_param)
@@ -166,6 +188,8 @@ def _torch_adam_step(distrib_optimizer: Any) -> None:
         load(self, model_param, {**kept, **tensors})
 
     cls._set_main_param_and_optimizer_states = load_keeping_step
+    cls.state_dict = state_dict_of_any_age
+    cls.load_state_dict = load_with_own_steps
 
 
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {

@@ -17,7 +17,7 @@ from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_
 from nereus_plugins.emu.described.torch_private import clear_sharding_cache
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
-from nereus_verl import memory, rng, verl_private
+from nereus_verl import memory, offload, rng, verl_private
 from nereus_verl.groups import GroupSet
 
 
@@ -56,10 +56,12 @@ class FsdpUnit:
     Args:
         name: "actor", "critic" or "ref".
         engine: verl's engine, initialised.
+        timeout_s: how long the transition's votes wait.
     """
 
-    def __init__(self, name: str, engine: Any) -> None:
+    def __init__(self, name: str, engine: Any, timeout_s: float) -> None:
         self.name = name
+        self._timeout_s = timeout_s
         groups = GroupSet()
         for mesh in (engine.device_mesh, engine.ulysses_device_mesh):
             for group in mesh.get_all_groups() if mesh is not None else []:
@@ -74,7 +76,7 @@ class FsdpUnit:
         return self._current.layout
 
     def described(self) -> DescribedUnit:
-        _onto_device(self.engine)
+        offload.onto_device(self.engine)
         return self._current.described()
 
     def free_gradients(self) -> None:
@@ -97,7 +99,11 @@ class FsdpUnit:
         clear_sharding_cache()
         try:
             cls = type(old)
-            with rng.preserved(), groups.collect(), verl_private.fsdp_without_weights(cls):
+            with (
+                rng.preserved(),
+                groups.collect(self._timeout_s),
+                verl_private.fsdp_without_weights(cls),
+            ):
                 engine = cls(
                     model_config=old.model_config,
                     engine_config=config,
@@ -109,8 +115,8 @@ class FsdpUnit:
                 engine.initialize()
                 if hasattr(old.module, "generation_config"):
                     engine.module.generation_config = old.module.generation_config
+                offload.onto_device(engine)
                 if engine.optimizer is not None:
-                    _onto_device(engine)
                     ensure_optimizer_state(engine.optimizer)
         except BaseException:
             _empty(engine)
@@ -135,13 +141,9 @@ class FsdpUnit:
         built.groups.destroy()
         clear_sharding_cache()  # it may answer for other units with the groups just destroyed
         memory.OUTSTANDING.released()
-        if self.engine.is_param_offload_enabled or self.engine.is_optimizer_offload_enabled:
-            self.engine.to(
-                "cpu",
-                model=self.engine.is_param_offload_enabled,
-                optimizer=self.engine.is_optimizer_offload_enabled,
-                grad=False,
-            )
+
+    def settle(self) -> None:
+        offload.settle(self.engine)
 
 
 def engine_layout(engine: Any) -> Layout:
@@ -154,19 +156,6 @@ def engine_layout(engine: Any) -> Layout:
     return Layout(
         dp=world // ulysses, ulysses=ulysses, sharding="hsdp", shard_size=mesh.size(mesh.ndim - 1)
     )
-
-
-def _onto_device(engine: Any) -> None:
-    """Where verl keeps weights or optimizer state in host memory between stages, load them."""
-    from verl.utils.device import get_device_name
-
-    if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled:
-        engine.to(
-            get_device_name(),
-            model=engine.is_param_offload_enabled,
-            optimizer=engine.is_optimizer_offload_enabled,
-            grad=False,
-        )
 
 
 def _empty(engine: Any) -> None:

@@ -7,12 +7,15 @@ would wait for a peer that uses another name.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from nereus_plugins.transport.base import TransportError
 
 # No iteration of any job makes as many groups as this between two transition attempts.
 NAMES_PER_ATTEMPT = 1_000_000
@@ -47,11 +50,20 @@ class GroupSet:
             self._groups.append(group)
 
     @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Own every group that is made inside, also when what is inside raises."""
+    def collect(self, timeout_s: float) -> Iterator[None]:
+        """Own every group that is made inside, also when what is inside raises.
+
+        Args:
+            timeout_s: how long votes of the transition wait. A rank waits half as long for its
+                peers while a group is formed, so that it can still vote on that. For the work that
+                the group is made for, the timeout that its maker asked for holds.
+
+        Raises: TransportError where peers did not come.
+        """
         before = set(_registered())
         try:
-            yield
+            with _formed_within(timeout_s / 2):
+                yield
         finally:
             for group in _registered():
                 if group not in before:
@@ -63,6 +75,30 @@ class GroupSet:
             if group in _registered():
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+@contextmanager
+def _formed_within(timeout_s: float) -> Iterator[None]:
+    # The makers, in Megatron and in torch's DeviceMesh, do not let their callers set a timeout.
+    original = c10d._new_group_with_tag
+
+    def new_group(ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shorter = datetime.timedelta(seconds=timeout_s)
+        try:
+            group = original(ranks, shorter, *args, **kwargs)
+        except RuntimeError as error:
+            raise TransportError(f"a process group was not formed: {error}") from error
+        if isinstance(group, dist.ProcessGroup):
+            backend = dist.get_backend(group)
+            wanted = timeout or c10d._get_default_timeout(c10d.Backend(backend))
+            c10d._set_pg_timeout(wanted, group)
+        return group
+
+    c10d._new_group_with_tag = new_group
+    try:
+        yield
+    finally:
+        c10d._new_group_with_tag = original
 
 
 def _registered() -> list[dist.ProcessGroup]:

@@ -28,7 +28,7 @@ from nereus_plugins.emu.described.megatron_private import clear_rotary_caches, d
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.gtg.scalars import RNG, derived_seed
 from nereus_plugins.spec import Layout
-from nereus_verl import memory, rng, verl_private
+from nereus_verl import memory, offload, rng, verl_private
 from nereus_verl.parallel_state import World, Worlds
 
 
@@ -37,9 +37,11 @@ class MegatronProcess:
 
     Args:
         engine: any of the process's engines; it tells the layout in force.
+        timeout_s: how long the transition's votes wait.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.worlds = Worlds(engine_layout(engine))
         self.rng_owner: str | None = None
         self._pending: World | None = None
@@ -140,7 +142,7 @@ class MegatronUnit:
         return self._current.layout
 
     def described(self) -> DescribedUnit:
-        _onto_device(self.engine)
+        offload.onto_device(self.engine)
         return self._current.described()
 
     def free_gradients(self) -> None:
@@ -152,17 +154,24 @@ class MegatronUnit:
         world = self._process.acquire(layout)
         engine: Any = None
         try:
-            with rng.preserved(), self._process.worlds.using(world), world.groups.collect():
+            with (
+                rng.preserved(),
+                self._process.worlds.using(world),
+                world.groups.collect(self._process.timeout_s),
+            ):
                 engine = type(old)(
                     model_config=old.model_config,
                     engine_config=_config_for(old.engine_config, layout),
                     optimizer_config=old.optimizer_config,
                     checkpoint_config=old.checkpoint_config,
                 )
-                with verl_private.megatron_without_weights(engine):
+                with (
+                    verl_private.megatron_without_weights(engine),
+                    verl_private.optimizer_groups_of(old.optimizer),
+                ):
                     engine.initialize()
+                offload.onto_device(engine)
                 if engine.optimizer is not None:
-                    _onto_device(engine)
                     ensure_optimizer_state(engine.optimizer)
         except BaseException:
             _empty(engine)
@@ -186,14 +195,9 @@ class MegatronUnit:
         _empty(built.engine)
         self._process.give_back(built.world)
         memory.OUTSTANDING.released()
-        engine = self.engine
-        if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled:
-            engine.to(
-                "cpu",
-                model=engine.is_param_offload_enabled,
-                optimizer=engine.is_optimizer_offload_enabled,
-                grad=False,
-            )
+
+    def settle(self) -> None:
+        offload.settle(self.engine)
 
 
 def engine_layout(engine: Any) -> Layout:
@@ -223,19 +227,6 @@ def _config_for(config: Any, layout: Layout) -> Any:
         override_transformer_config=override,
     )
     return config
-
-
-def _onto_device(engine: Any) -> None:
-    """Where verl keeps weights or optimizer state in host memory between stages, load them."""
-    from verl.utils.device import get_device_name
-
-    if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled:
-        engine.to(
-            get_device_name(),
-            model=engine.is_param_offload_enabled,
-            optimizer=engine.is_optimizer_offload_enabled,
-            grad=False,
-        )
 
 
 def _empty(engine: Any) -> None:

@@ -193,6 +193,52 @@ def megatron_without_weights(engine: Any) -> Iterator[None]:
                 vars(engine.bridge).pop(name, None)
 
 
+@contextmanager
+def optimizer_groups_of(old_optimizer: Any) -> Iterator[None]:
+    """Inside, a Megatron optimizer is built without asking all ranks for their parameter groups.
+
+    Megatron gathers the groups' keys over the job's world group, where a rank that failed to build
+    would leave its peers waiting. The result is the same in every layout of a model, and
+    `old_optimizer` was built from it, so each rank can tell it by itself.
+    """
+    known = _group_keys(old_optimizer)
+
+    def gather(out: list[Any], value: Any, group: Any = None) -> None:
+        if group is not None:
+            raise RuntimeError("Megatron's optimizer gathers over another group than is known of")
+        missing = [key for key in value if key not in known]
+        if missing:
+            raise RuntimeError(
+                f"parameter groups {missing} of the target are not among those of the optimizer "
+                f"in force, {known}"
+            )
+        out[:] = [known] * len(out)
+
+    with _replaced(torch.distributed, all_gather_object=gather):
+        yield
+
+
+def _group_keys(optimizer: Any) -> list[Any]:
+    """The keys by which Megatron made the parameter groups of `optimizer`."""
+    from megatron.core.optimizer_param_scheduler import param_group_override_to_tuple
+
+    if optimizer is None:
+        return []
+    keys = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        config = part.config
+        defaults = {"wd_mult": 1.0, "max_lr": config.lr, "min_lr": config.min_lr}
+        for group in part.param_groups:
+            override = {k: group[k] for k, usual in defaults.items() if group[k] != usual}
+            key = (
+                param_group_override_to_tuple(override) if override else None,
+                group["is_expert_parallel"],
+            )
+            if key not in keys:
+                keys.append(key)
+    return keys
+
+
 def set_config(config: Any, **values: Any) -> None:
     """Set fields of one of verl's frozen engine configurations; unknown fields are refused."""
     for name, value in values.items():

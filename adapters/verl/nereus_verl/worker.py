@@ -78,7 +78,7 @@ def setup(
     if hasattr(worker, STATE):
         raise RuntimeError("nereus was already set up in this worker")
     engines, seats = _find_engines(worker)
-    units = _make_units(engines)
+    units = _make_units(engines, timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     nccl = dist.get_backend() == "nccl"
     options = TransitionOptions(
@@ -125,16 +125,16 @@ def _find_engines(worker: Any) -> tuple[dict[str, Any], dict[str, list[Seat]]]:
     return {name: engines[name] for name in order}, seats
 
 
-def _make_units(engines: Mapping[str, Any]) -> dict[str, ElasticUnit]:
+def _make_units(engines: Mapping[str, Any], timeout_s: float) -> dict[str, ElasticUnit]:
     first = next(iter(engines.values()))
     if first.engine_config.strategy == "megatron":
         from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
-        process = MegatronProcess(first)
+        process = MegatronProcess(first, timeout_s)
         return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
     from nereus_verl.fsdp_unit import FsdpUnit
 
-    return {name: FsdpUnit(name, engine) for name, engine in engines.items()}
+    return {name: FsdpUnit(name, engine, timeout_s) for name, engine in engines.items()}
 
 
 # -- a transition, step by step; the driver calls each on all ranks ----------------------------
@@ -174,7 +174,10 @@ def prepare(
     )
     predicted = None
     if memory_budget_bytes is not None:
-        predicted = {name: _predict(state, name, layout) for name, layout in layouts.items()}
+        predicted = {
+            name: predict(state.engines[name], state.models[name], layout)
+            for name, layout in layouts.items()
+        }
     try:
         report = transition.prepare(layouts, epoch, predicted)
     except TransitionAborted as aborted:
@@ -183,8 +186,8 @@ def prepare(
     return {"report": report.to_dict()}
 
 
-def _predict(state: RankState, name: str, layout: Layout) -> ShardTable:
-    engine = state.engines[name]
+def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
+    """The shards that `engine`'s model would have in `layout`, on all ranks."""
     megatron = engine.engine_config.strategy == "megatron"
     if megatron:
         dtype, device = engine.param_dtype, get_device_name()
@@ -197,7 +200,7 @@ def _predict(state: RankState, name: str, layout: Layout) -> ShardTable:
         kept = "float32" if megatron else dtype_name(dtype)
         optimizer = OptimizerSpec(master_dtype=kept, moments_dtype=kept)
     return predict_unit(
-        state.models[name],
+        model,
         layout,
         backend="megatron" if megatron else "fsdp2",
         optimizer=optimizer,

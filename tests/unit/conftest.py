@@ -1,0 +1,24 @@
+"""The core's tests run everywhere; those of what needs a framework, in its environment."""
+
+from importlib.util import find_spec
+
+import pytest
+
+# What each needs beyond the core, as far as it can be missing.
+NEEDS = {
+    "test_checksum.py": "torch",
+    "test_cpu_generate.py": "torch",
+    "test_cpu_platform.py": "torch",
+    "test_demo.py": "verl",
+    "test_described.py": "torch",
+    "test_gtg_execute.py": "torch",
+    "test_nereus_cpu_megatron.py": "torch",
+    "test_verl_plugin.py": "verl",
+}
+MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
+collect_ignore = list(MISSING)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for file, package in MISSING.items():
+        terminalreporter.write_line(f"not run here: {file} (needs {package})")
