@@ -31,6 +31,31 @@ def _records(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from nereus_plugins.planner.cli import main
+
+    return main(arguments)
+
+
+def _estimate(arguments: Sequence[str]) -> int:
+    from nereus_plugins.cost.cli import main
+
+    return main(arguments)
+
+
+def _check(arguments: Sequence[str]) -> int:
+    from nereus_plugins.planner.check import main
+
+    return main(arguments)
+
+
+def _calibrate(arguments: Sequence[str]) -> int:
+    from nereus_plugins.cost.calibrate import main
+    from nereus_plugins.trace.steps import read_run
+
+    return main(arguments, read_run)
+
+
 def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
     print(
         f"nereus {command}: {error.name} is not installed; pip install 'nereus-plugins[{extra}]'",
@@ -42,7 +67,11 @@ def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
 # Each command parses its own arguments and is imported only when called: `nereus` starts fast
 # and works without torch.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "selftest": ("prove on this machine that moves are bit-exact and failures safe", _selftest),
+    "plan": ("the fastest plan that fits in memory, its alternatives, and why not others", _plan),
+    "estimate": ("whether a given plan fits, and how fast it runs", _estimate),
+    "check": ("whether a verl or OpenRLHF command fits, until which length, what to set", _check),
+    "calibrate": ("learn from a run that has happened what estimates are off by", _calibrate),
+    "selftest": ("prove on this machine: moving state is bit-exact, failures are safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
 }

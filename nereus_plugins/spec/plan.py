@@ -134,8 +134,10 @@ class Assignment(Record):
         )
         devices = tuple(self.devices) or tuple(range(self.layout.world_size))
         object.__setattr__(self, "devices", devices)
-        for device in devices:
-            require_int("Assignment", "devices", device, minimum=0)
+        # A planner makes many plans of many devices: one by one only to name the wrong one.
+        if set(map(type, devices)) != {int} or min(devices) < 0:
+            for device in devices:
+                require_int("Assignment", "devices", device, minimum=0)
         require(len(set(devices)) == len(devices), f"devices {list(devices)} name one device twice")
         require(
             len(devices) == self.layout.world_size,

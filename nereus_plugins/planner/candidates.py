@@ -1,0 +1,258 @@
+"""What each unit could run under on so many GPUs: layouts and knobs, costed, dominated ones out.
+
+A candidate is dominated when another is at most as slow, peaks at most as high and rests at most as
+large: it can be left out of any plan without loss, since plans only add seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from nereus_plugins.cost.estimate import (
+    Calibration,
+    Placed,
+    UnitCost,
+    rollout_cost,
+    sequence_moments,
+    unit_cost,
+    unit_costs,
+)
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.spec import (
+    Assignment,
+    ClusterSpec,
+    Knobs,
+    Layout,
+    ModelSpec,
+    ModelStage,
+    SpecError,
+    WorkloadSpec,
+)
+
+# Sequences are cut over ranks only where they are longer.
+SPLIT_TOKENS = 8192
+ROLLOUT_FRACTIONS = (0.3, 0.45, 0.6, 0.75, 0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout and knobs of a unit, and what they cost."""
+
+    layout: Layout
+    knobs: Knobs
+    cost: UnitCost
+
+
+# A layout, and which of `knob_choices` goes with it.
+Choice = tuple[Layout, int]
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2
+
+
+def layouts(
+    job: JobSpec, model: ModelSpec, gpus: int, gpus_per_node: int, longest: float
+) -> Iterator[Layout]:
+    """Layouts of a training-engine unit on all of `gpus` ranks that divide the model.
+
+    Tensor parallelism stays inside a node. Sequences are cut over ranks (cp, ulysses) only where
+    they are longer than `SPLIT_TOKENS`.
+    """
+    splits = list(_powers(8)) if longest > SPLIT_TOKENS else [1]
+    if job.backend != "megatron":
+        for ulysses in splits:
+            if gpus % ulysses:
+                continue
+            dp = gpus // ulysses
+            if job.backend == "deepspeed":
+                made = [Layout(dp=gpus, sharding=s) for s in ("zero2", "zero3")]
+            else:
+                made = [Layout(dp=dp, ulysses=ulysses, sharding="fsdp")]
+                made += [
+                    Layout(dp=dp, ulysses=ulysses, sharding="hsdp", shard_size=size)
+                    for size in (gpus_per_node, 4 * gpus_per_node)
+                    if size < gpus and gpus % size == 0
+                ]
+            yield from made
+        return
+    for tp in _powers(min(gpus, gpus_per_node)):
+        for pp in range(1, min(gpus // tp, model.num_layers, 16) + 1):
+            for cp in splits:
+                if gpus % (tp * pp * cp) or model.num_layers % pp:
+                    continue
+                dp = gpus // (tp * pp * cp)
+                experts = [1]
+                if model.moe is not None:
+                    experts = [e for e in _powers(64) if (tp * cp * dp) % e == 0]
+                for ep in experts:
+                    for vpp in (1, 2) if pp > 1 else (1,):
+                        if model.num_layers % (pp * vpp) == 0:
+                            yield Layout(
+                                tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, vpp=vpp,
+                                sequence_parallel=tp > 1, sharding="zero1",
+                            )  # fmt: skip
+
+
+def knob_choices(workload: WorkloadSpec, *, trains: bool) -> Iterator[Knobs]:
+    """Token budgets from the longest sequence up, and recompute; offload comes with the costs."""
+    _, _, longest = sequence_moments(workload)
+    base = max(4096, -(-round(longest) // 1024) * 1024)
+    recomputes = ("none", "full") if trains else ("none",)
+    for budget in (base, 3 * base):
+        for recompute in recomputes:
+            yield Knobs(token_budget_tokens=budget, recompute=recompute)
+
+
+def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other dominates, fastest first; of equals the first."""
+    kept: list[Candidate] = []
+    order = sorted(
+        candidates, key=lambda c: (c.cost.seconds, c.cost.peak_bytes, c.cost.resting_bytes)
+    )
+    for one in order:
+        if not any(
+            k.cost.peak_bytes <= one.cost.peak_bytes
+            and k.cost.resting_bytes <= one.cost.resting_bytes
+            for k in kept
+        ):
+            kept.append(one)
+    return kept
+
+
+def unit_candidates(
+    job: JobSpec,
+    stages: tuple[ModelStage, ...],
+    gpus: int,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    calibration: Calibration | None,
+    allowed: Callable[[Layout, Knobs], bool],
+    reject: Callable[[str, str, float], None],
+    capacity_bytes: float,
+    *,
+    in_force: Assignment | None = None,
+    only: frozenset[Choice] | None = None,
+    each_layout: bool = False,
+) -> tuple[list[Candidate], frozenset[Choice]]:
+    """Costed candidates of a unit of the training engine; what cannot be goes to `reject`.
+
+    Returns them, and the choices worth costing again when the workload's lengths move.
+
+    Args:
+        in_force: its layout and knobs are choices as well.
+        only: cost just these, as an earlier call returned them.
+        each_layout: keep the best of every layout, for units that must share one.
+    """
+    model = job.model_of(stages[-1])
+    trains = stages[-1] in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
+    _, _, longest = sequence_moments(workload)
+    made: list[Candidate] = []
+    choice_of: list[Choice] = []
+    sizes = list(knob_choices(workload, trains=trains))
+    if only is not None:
+        known = sorted({layout for layout, _ in only}, key=str)
+    else:
+        known = list(layouts(job, model, gpus, cluster.gpus_per_node, longest))
+        if in_force is not None and in_force.layout.world_size == gpus:
+            known.append(in_force.layout)
+
+    def add(layout: Layout, index: int, knobs: Knobs, cost: UnitCost) -> None:
+        over = cost.peak_bytes - capacity_bytes
+        if over > 0:
+            reject("memory", f"{stages[-1]} {layout}", over)
+        else:
+            made.append(Candidate(layout, knobs, cost))
+            choice_of.append((layout, index))
+
+    for layout in dict.fromkeys(known):
+        try:
+            layout.check(model)
+        except SpecError as error:
+            reject("divisibility", str(error), 0.0)
+            continue
+        possible = False
+        for index, knobs in enumerate(sizes):
+            if only is not None and (layout, index) not in only:
+                continue
+            away = dataclasses.replace(knobs, offload_params=True, offload_optimizer=trains)
+            stay_allowed, away_allowed = allowed(layout, knobs), allowed(layout, away)
+            if not (stay_allowed or away_allowed):
+                continue
+            possible = True
+            placed = Placed(layout, knobs)
+            stays, leaves = unit_costs(job, stages, placed, cluster, workload, calibration)
+            if stay_allowed:
+                add(layout, index, knobs, stays)
+            if away_allowed:
+                add(layout, index, away, leaves)
+        if in_force is not None and allowed(layout, in_force.knobs):
+            possible = True
+            placed = Placed(layout, in_force.knobs)
+            cost = unit_cost(job, stages, placed, cluster, workload, calibration)
+            add(layout, len(sizes), in_force.knobs, cost)
+        if not possible:
+            reject("capability", f"{stages[-1]} {layout}: the adapter cannot change to it", 0.0)
+    near = only or _near(made, choice_of)
+    if not each_layout:
+        return pareto(made), near
+    by_layout: dict[Layout, list[Candidate]] = {}
+    for one in made:
+        by_layout.setdefault(one.layout, []).append(one)
+    return [one for group in by_layout.values() for one in pareto(group)], frozenset(choice_of)
+
+
+# A candidate this much slower than one that dominates it is not costed again when lengths move.
+NEAR = 1.05
+
+
+def _near(made: list[Candidate], choice_of: list[Choice]) -> frozenset[Choice]:
+    """Choices that are not dominated, or would not be if they were a little faster."""
+    front = pareto(made)
+    return frozenset(
+        choice
+        for one, choice in zip(made, choice_of, strict=True)
+        if not any(
+            NEAR * k.cost.seconds < one.cost.seconds
+            and k.cost.peak_bytes <= one.cost.peak_bytes
+            and k.cost.resting_bytes <= one.cost.resting_bytes
+            for k in front
+        )
+    )
+
+
+def rollout_candidates(
+    job: JobSpec,
+    gpus: int,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    calibration: Calibration | None,
+    allowed: Callable[[Layout, Knobs], bool],
+    in_force: Assignment | None = None,
+) -> list[Candidate]:
+    """Engine replicas of tp ranks inside a node (or two), and their share of memory."""
+    made = []
+    heads = job.actor.num_attention_heads
+
+    def cost(layout: Layout, knobs: Knobs) -> UnitCost | None:
+        if not allowed(layout, knobs):
+            return None
+        found = rollout_cost(job, Placed(layout, knobs), cluster, workload, calibration)
+        if found is not None:
+            made.append(Candidate(layout, knobs, found))
+        return found
+
+    for tp in _powers(min(gpus, 2 * cluster.gpus_per_node)):
+        if gpus % tp or heads % tp:
+            continue
+        for fraction in ROLLOUT_FRACTIONS:
+            found = cost(Layout(tp=tp, dp=gpus // tp), Knobs(rollout_memory_fraction=fraction))
+            if found is not None and not found.bounded:
+                break  # more cache would change nothing
+    if in_force is not None and in_force.layout.world_size == gpus:
+        cost(in_force.layout, in_force.knobs)
+    return pareto(made)

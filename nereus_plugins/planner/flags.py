@@ -1,0 +1,141 @@
+"""A plan in the words of a framework's launch command."""
+
+from __future__ import annotations
+
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.spec import Assignment, GlobalPlan, ModelStage, SpecError
+
+S = ModelStage
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def launch_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
+    """verl overrides, or OpenRLHF flags for DeepSpeed."""
+    if job.backend == "deepspeed":
+        return openrlhf_flags(chosen, job)
+    return verl_overrides(chosen, job.backend)
+
+
+def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
+    """The plan as overrides of verl's PPO trainer.
+
+    verl's own trainer runs all models on all GPUs; other placements need its pools configured.
+    """
+    out = [
+        f"actor_rollout_ref.actor.strategy={backend}",
+        f"{_ACTOR}.use_dynamic_bsz=True",
+    ]
+    for section, stage in (
+        (_ACTOR, S.ACTOR_TRAIN),
+        ("critic", S.CRITIC_TRAIN),
+        ("actor_rollout_ref.ref", S.REF_LOGPROB),
+    ):
+        if stage in chosen.assignments:
+            out += _verl_section(section, chosen.assignments[stage], backend)
+    rollout = chosen.assignments.get(S.ACTOR_GENERATE)
+    if rollout is not None:
+        out += [
+            f"{_ROLLOUT}.tensor_model_parallel_size={rollout.layout.tp}",
+            f"{_ROLLOUT}.gpu_memory_utilization={rollout.knobs.rollout_memory_fraction}",
+        ]
+    return out
+
+
+def _verl_section(section: str, assignment: Assignment, backend: str) -> list[str]:
+    lay, knobs = assignment.layout, assignment.knobs
+    trains = section in (_ACTOR, "critic")
+    budget = "ppo_max_token_len_per_gpu" if trains else "log_prob_max_token_len_per_gpu"
+    out = []
+    if knobs.token_budget_tokens is not None:
+        out.append(f"{section}.{budget}={knobs.token_budget_tokens}")
+    elif knobs.micro_batch is not None:
+        size = "ppo" if trains else "log_prob"
+        dynamic = "use_dynamic_bsz" if trains else "log_prob_use_dynamic_bsz"
+        out.append(f"{section}.{dynamic}=False")
+        out.append(f"{section}.{size}_micro_batch_size_per_gpu={knobs.micro_batch}")
+    if backend == "megatron":
+        engine = f"{section}.megatron"
+        out += [
+            f"{engine}.tensor_model_parallel_size={lay.tp}",
+            f"{engine}.pipeline_model_parallel_size={lay.pp}",
+            f"{engine}.context_parallel_size={lay.cp}",
+            f"{engine}.expert_model_parallel_size={lay.ep}",
+            f"{engine}.virtual_pipeline_model_parallel_size={lay.vpp if lay.vpp > 1 else 'null'}",
+            f"{engine}.param_offload={knobs.offload_params}",
+        ]
+        if trains:
+            out.append(f"{engine}.optimizer_offload={knobs.offload_optimizer}")
+            if knobs.recompute != "none":
+                transformer = f"+{engine}.override_transformer_config"
+                out.append(f"{transformer}.recompute_granularity={knobs.recompute}")
+                if knobs.recompute == "full":
+                    out.append(f"{transformer}.recompute_method=uniform")
+                    out.append(f"{transformer}.recompute_num_layers=1")
+        return out
+    engine = f"{section}.fsdp" if section == "critic" else f"{section}.fsdp_config"
+    out += [
+        f"{section}.ulysses_sequence_parallel_size={lay.ulysses}",
+        f"{engine}.fsdp_size={lay.shard_size or -1}",
+        f"{engine}.param_offload={knobs.offload_params}",
+    ]
+    if trains:
+        out.append(f"{engine}.optimizer_offload={knobs.offload_optimizer}")
+        model = "critic.model" if section == "critic" else "actor_rollout_ref.model"
+        out.append(f"{model}.enable_gradient_checkpointing={knobs.recompute == 'full'}")
+    return out
+
+
+def openrlhf_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
+    """The plan as flags of `openrlhf.cli.train_ppo_ray`.
+
+    OpenRLHF has one ZeRO stage, one micro-batch and one recompute setting for actor and critic: the
+    actor's are given, and `nereus check` says what that does to the critic.
+
+    Raises: SpecError where the plan's job has no actor that trains under ZeRO.
+    """
+    actor = chosen.assignments[S.ACTOR_TRAIN]
+    lay, knobs = actor.layout, actor.knobs
+    if lay.sharding not in ("zero2", "zero3"):
+        raise SpecError(f"OpenRLHF runs ZeRO stages 2 and 3, the plan has {lay.sharding}")
+    out = [f"--zero_stage {lay.sharding[-1]}"]
+    if knobs.token_budget_tokens is not None:
+        out += ["--packing_samples", "--use_dynamic_batch"]
+        out.append(f"--train_max_tokens_per_gpu {knobs.token_budget_tokens}")
+    else:
+        out.append(f"--micro_train_batch_size {knobs.micro_batch or 1}")
+    if knobs.recompute == "full":
+        out.append("--gradient_checkpointing")
+    if knobs.offload_optimizer:
+        out.append("--adam_offload")
+    if knobs.offload_params:
+        out.append("--deepspeed_enable_sleep")
+    readers = [s for s in (S.REF_LOGPROB, S.REWARD_SCORE) if s in chosen.assignments]
+    if readers and all(chosen.assignments[s].knobs.offload_params for s in readers):
+        out.append("--ref_reward_offload")
+    homes = {"actor": S.ACTOR_TRAIN, "critic": S.CRITIC_TRAIN, "ref": S.REF_LOGPROB,
+             "reward": S.REWARD_SCORE}  # fmt: skip
+    here = {n: chosen.assignments[s] for n, s in homes.items() if s in chosen.assignments}
+    for name, one in here.items():
+        nodes, per_node = _nodes(len(one.devices))
+        out += [f"--{name}_num_nodes {nodes}", f"--{name}_num_gpus_per_node {per_node}"]
+    rollout = chosen.assignments.get(S.ACTOR_GENERATE)
+    together = {one.devices for one in here.values()}
+    if rollout is not None:
+        out += [
+            f"--vllm_num_engines {rollout.layout.dp}",
+            f"--vllm_tensor_parallel_size {rollout.layout.tp}",
+            f"--vllm_gpu_memory_utilization {rollout.knobs.rollout_memory_fraction}",
+        ]
+        if together == {rollout.devices}:
+            return [*out, "--colocate_all_models", "--vllm_enable_sleep"]
+    if "ref" in here and here["ref"].devices == actor.devices:
+        out.append("--colocate_actor_ref")
+    if {"critic", "reward"} <= here.keys() and here["critic"].devices == here["reward"].devices:
+        out.append("--colocate_critic_reward")
+    return out
+
+
+def _nodes(gpus: int, per_node: int = 8) -> tuple[int, int]:
+    """(nodes, GPUs on each) that hold so many GPUs."""
+    return (gpus // per_node, per_node) if gpus % per_node == 0 else (1, gpus)
