@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nereus_plugins.trace.record import (
+    Record,
     RecordError,
     RunRecord,
     StepRecord,
     TransitionRecord,
-    Record,
     read_records,
 )
 
