@@ -249,6 +249,12 @@ MEGATRON = f"{ARL}.actor.megatron"
             True,
             "CUDA graphs",
         ),
+        (
+            "megatron",
+            f"{MEGATRON}.override_transformer_config.hidden_dropout",
+            0.1,
+            "dropout with Megatron",
+        ),
         ("megatron", "critic.megatron.use_megatron_fsdp", True, "Megatron-FSDP"),
         ("megatron", f"{ARL}.actor.optim.use_precision_aware_optimizer", True, "precision-aware"),
         (
@@ -304,6 +310,13 @@ def test_models_that_were_not_tested(changes: dict[str, Any], message: str) -> N
         capabilities.check_model("actor", HF | changes)
 
 
+def test_a_models_own_dropout_is_refused_with_megatron() -> None:
+    model = HF | {"attention_dropout": 0.1}
+    with pytest.raises(capabilities.Refused, match=r"dropout with Megatron.*dropout=0\.1"):
+        capabilities.check_model("actor", model, megatron=True)
+    capabilities.check_model("actor", model)
+
+
 def test_coupling_and_the_reference_on_accelerators() -> None:
     assert capabilities.capabilities(job("megatron"), "0.9.1").coupled == (
         frozenset(
@@ -351,6 +364,16 @@ def test_batches_that_do_not_divide_name_the_setting(path: str, value: int, mess
         put(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 1)
     with pytest.raises(SpecError, match=message):
         check(config, Layout(dp=4, ulysses=2, sharding="fsdp"), actor=Layout(dp=8, sharding="fsdp"))
+
+
+@pytest.mark.parametrize("shuffled", ["actor_rollout_ref.actor", "critic"])
+def test_shuffling_needs_data_parallelism_to_stay(shuffled: str) -> None:
+    config = put(job(), f"{shuffled}.shuffle", True)
+    unit = shuffled.rpartition(".")[2]
+    check(config, FSDP, **{unit: Layout(dp=4, sharding="hsdp", shard_size=2)})
+    check(config, FSDP, ref=Layout(dp=2, ulysses=2, sharding="fsdp"))
+    with pytest.raises(SpecError, match=rf"plan\.{unit}: shuffled mini-batches"):
+        check(config, FSDP, **{unit: Layout(dp=2, ulysses=2, sharding="fsdp")})
 
 
 def test_token_budgets_must_hold_a_sequence() -> None:

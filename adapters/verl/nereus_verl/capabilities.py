@@ -85,7 +85,15 @@ def _not_adam(config: Mapping[str, Any], unit: UnitConfig) -> bool:
     return name not in ("adam", "adamw") or package != "torch.optim"
 
 
+_DROPOUT = Refusal(
+    "dropout with Megatron",
+    "override_transformer_config.hidden_dropout, attention_dropout (there, or of the model)",
+    "its generator belongs to a rank, but which ranks must draw alike changes with the layout",
+    "set both to 0",
+)
+
 _RULES: tuple[_Rule, ...] = (
+    _Rule(_DROPOUT, _transformer("hidden_dropout", "attention_dropout")),
     _Rule(
         Refusal(
             "engine other than FSDP2 or Megatron",
@@ -268,6 +276,12 @@ _RULES: tuple[_Rule, ...] = (
     ),
 )
 
+_SHUFFLE = Refusal(
+    "shuffled mini-batches where data parallelism changes",
+    "actor.shuffle, critic.shuffle",
+    "each data-parallel rank shuffles its own part, so steps would see other samples",
+    "set actor_rollout_ref.actor.shuffle=False and critic.shuffle=False",
+)
 _ASYNCHRONOUS = Refusal(
     "asynchronous trainers",
     "trainer.v1.trainer_mode",
@@ -312,6 +326,7 @@ def all_refusals() -> tuple[Refusal, ...]:
         _SEPARATE,
         _MIXED,
         _MODEL,
+        _SHUFFLE,
         *(rule.refusal for rule in _RULES),
     )
 
@@ -400,7 +415,10 @@ def check_targets(
             raise SpecError(f"{here}: this unit cannot change. {_REF_OFFLOAD}")
         unit = units[name]
         target.check(models[name], jobconfig.world_size(config))
-        for field in _changed(current[name], target):
+        changed = _changed(current[name], target)
+        if name != "ref" and "dp" in changed and select(config, f"{unit.section}.shuffle"):
+            raise SpecError(f"{here}: {_SHUFFLE}")
+        for field in changed:
             if field not in FIELDS[unit.strategy]:
                 raise SpecError(
                     f"{here}: {field} cannot change from {getattr(current[name], field)} to "
@@ -521,8 +539,12 @@ def config_value(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def check_model(unit: str, hf_config: Mapping[str, Any]) -> ModelSpec:
+def check_model(unit: str, hf_config: Mapping[str, Any], *, megatron: bool = False) -> ModelSpec:
     """The unit's model. Raises: Refused, for models that have not been tested."""
+    if megatron and hf_config.get("attention_dropout"):
+        raise Refused(
+            f"{unit}: {_DROPOUT} This model has attention_dropout={hf_config['attention_dropout']}"
+        )
     if hf_config.get("vision_config"):
         raise Refused(f"{unit}: {_MODEL} This model takes images")
     try:

@@ -50,7 +50,9 @@ def run(config: Mapping[str, Any]) -> Preflight:
     units = jobconfig.units(config)
     layouts = {name: jobconfig.start_layout(config, unit) for name, unit in units.items()}
     models = {
-        name: capabilities.check_model(name, _hf_config(config, unit))
+        name: capabilities.check_model(
+            name, _hf_config(config, unit), megatron=unit.strategy == "megatron"
+        )
         for name, unit in units.items()
     }
     resumed = stamp.resume_folder(config)
