@@ -5,7 +5,7 @@ set -euo pipefail
 model=$1 data=$2 run=$3
 shift 3
 ARR=actor_rollout_ref
-layout() { echo $1.megatron.tensor_model_parallel_size=4 $1.megatron.use_distributed_optimizer=True; }
+layout() { echo $1.megatron.{tensor_model_parallel_size=4,use_distributed_optimizer=True,vanilla_mbridge=True}; }
 
 python -m verl.trainer.main_ppo \
   +nereus=on nereus.run_dir="$run/nereus" \
