@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from nereus_plugins.transport.torch_private import clone_default_store
 
-# How long a wait goes without looking whether it is still worth it.
-_LOOK_EVERY_S = 0.5
+# How often a wait that may be left looks whether it is over. (A wait in the store itself cannot be
+# cut in slices: torch logs warnings about each that ends without the keys.)
+_LOOK_EVERY_S = 0.01
 
 _ALL = "all"
 
@@ -202,18 +203,19 @@ class Control:
         self, keys: list[str], decision: str, limit_s: float, leave: Callable[[], bool] | None
     ) -> list[int]:
         """The ranks whose votes are not there at the end of the wait, ascending."""
-        end = time.monotonic() + limit_s
-        while True:
-            left_s = max(end - time.monotonic(), 0.001)
-            try:
-                look = datetime.timedelta(seconds=min(left_s, _LOOK_EVERY_S))
-                self._store.wait(keys, look)
-                return []
-            except dist.DistNetworkError:
-                raise
-            except dist.DistStoreError:  # the time is over
-                pass
-            if self._store.check([decision]) or time.monotonic() >= end:
-                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if leave is not None and leave():
-                raise PeerFailed("a peer failed in the same step")
+        if not self._store.check([decision]):
+            if leave is None:
+                try:
+                    self._store.wait(keys, datetime.timedelta(seconds=limit_s))
+                    return []
+                except dist.DistNetworkError:
+                    raise
+                except dist.DistStoreError:  # the time is over
+                    pass
+            else:
+                end = time.monotonic() + limit_s
+                while not self._store.check(keys) and time.monotonic() < end:
+                    if leave():
+                        raise PeerFailed("a peer failed in the same step")
+                    time.sleep(_LOOK_EVERY_S)
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

@@ -90,7 +90,8 @@ def test_a_rank_that_comes_late_does_not_split_the_vote() -> None:
 def _order(rank: int, world: int) -> list[int]:
     control = Control(rank, world, timeout_s=20)
     control.vote("build", True)
-    assert not control.voted_against("build")
+    if rank == 1:
+        assert not control.voted_against("build")
     if rank == 0:  # waits for rank 1 to fail, then fails too
         while not control.voted_against("build"):
             time.sleep(0.01)
