@@ -3,10 +3,11 @@
     prepare -> (the driver writes its journal) -> commit -> release
 
 Every step is run, its failure caught, and put to a vote of all ranks; so all ranks leave a step the
-same way. If any rank failed before the commit, every rank gives back what it built, brings parked
-storages back, breaks the transition's process group, and raises the same `TransitionAborted`: the
-old layout is current and unchanged. A rank that fails in the middle of an exchange breaks its
-connections, so that its peers fail at once instead of waiting.
+same way. A rank that fails says so before it waits for the others; all name the first that failed.
+If any rank failed before the commit, every rank gives back what it built, brings parked storages
+back, breaks the transition's process group, and raises the same `TransitionAborted`: the old layout
+is current and unchanged. A rank that fails in the middle of an exchange breaks its connections, so
+that its peers fail at once instead of waiting.
 
 The steps, their order and what is parked come from the compiled graph (`gtg.compile`). Its first
 rounds, up to the first agreement, are the same in every transition, and find out what the graph is
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import time
 import traceback
@@ -48,12 +50,19 @@ from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, TransportError
-from nereus_plugins.transport.control import Control, RankLost
+from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables
+from nereus_plugins.transport.torch_private import align_group_names
 from nereus_plugins.transport.torch_transport import TorchTransport
 
 # What an exchange may take on a device, in messages; the transport adds one for digests.
 _STAGING_BUFFERS = 6
+
+# Steps in which a rank waits for its peers in ways that cannot be broken from outside.
+_WAITING = (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
+
+# Attempts in this process, the same number on all ranks.
+_attempts = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,7 @@ class _Attempt:
     """What one transition holds on this rank between its steps."""
 
     epoch: int
+    number: int
     target: dict[str, Layout]
     predicted: Mapping[str, ShardTable]
     report: PrepareReport
@@ -200,6 +210,7 @@ class RankTransition:
             self._attempt = attempt
             return attempt.report
         self._attempt = attempt
+        align_group_names(attempt.number)
         for index, (step, subject) in enumerate(_PROLOGUE):
             self._run(index, step, subject, list(attempt.target))
         schedule = attempt.schedule
@@ -307,7 +318,7 @@ class RankTransition:
         report = PrepareReport(epoch, self.rank, "unchanged", "")
         for name, layout in changes.items():
             report.units[name] = UnitReport(str(self.units[name].layout()), str(layout))
-        return _Attempt(epoch, changes, predicted, report)
+        return _Attempt(epoch, next(_attempts), changes, predicted, report)
 
     def _run(self, index: int, step: Step, subject: str, names: list[str]) -> None:
         """One round: this rank's part of it, then a vote."""
@@ -328,13 +339,10 @@ class RankTransition:
             (Step.VERIFY, ""): self._verify,
         }
         label = f"{index}.{step.value}"
-        waits = step in (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
-        if waits:
-            # These wait for every peer in ways that cannot be broken from outside: begin only when
-            # all ranks are known to be here.
-            self._vote_step(step, f"{label}.ready", lambda: None)
+        if step in _WAITING:  # begin only when all ranks are known to be here
+            self._vote_step(step, f"{label}.ready", lambda: None, injected=False)
         run = work[step, subject]
-        self._vote_step(step, label, lambda: run(attempt, names), injected=not waits)
+        self._vote_step(step, label, lambda: run(attempt, names))
 
     def _free_gradients(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
@@ -347,6 +355,7 @@ class RankTransition:
                 attempt.source[name] = self.units[name].described()
 
     def _form_groups(self, attempt: _Attempt, names: list[str]) -> None:
+        # A rank waits for its peers here, and must be out before they give up on its vote.
         timeout = datetime.timedelta(seconds=self.options.timeout_s)
         group = dist.new_group(list(range(self.world)), timeout=timeout)
         assert group is not None
@@ -390,7 +399,7 @@ class RankTransition:
     def _agree_schedule(self, attempt: _Attempt, names: list[str]) -> None:
         options = repr(self.options).encode()
         digest = hashlib.sha256(attempt.report.digest.encode() + options).hexdigest()
-        self.control.agree(f"schedule.{attempt.epoch}", digest)
+        self._agree(attempt, "schedule", digest)
 
     def _park(self, attempt: _Attempt, names: list[str]) -> None:
         schedule = attempt.schedule
@@ -436,7 +445,15 @@ class RankTransition:
         for name in names:
             for table in (attempt.source_tables[name], attempt.target_tables[name]):
                 digest.update(table.to_bytes())
-        self.control.agree(f"moves.{attempt.epoch}", digest.hexdigest())
+        self._agree(attempt, "moves", digest.hexdigest())
+
+    def _agree(self, attempt: _Attempt, what: str, digest: str) -> None:
+        vote = self._vote_name(attempt, f"{attempt.round_index}.{Step.AGREE.value}")
+        self.control.agree(
+            f"{what}.{attempt.epoch}.{attempt.number}",
+            digest,
+            leave=lambda: self.control.voted_against(vote),
+        )
 
     def _move(self, attempt: _Attempt, names: list[str]) -> None:
         assert attempt.transport is not None
@@ -486,10 +503,14 @@ class RankTransition:
         if error is not None and attempt.transport is not None:
             attempt.transport.abort()
         lost: tuple[int, ...] = ()
+        # A rank that failed waits for peers that wait for it.
+        patience_s = self.control.timeout_s + (self.options.timeout_s if step in _WAITING else 0.0)
         try:
-            failed = self._vote(attempt, label, error)
+            failed = self._vote(attempt, label, error, patience_s)
         except RankLost as missing:
-            lost, failed = missing.ranks, (missing.ranks[0], str(missing))
+            lost = missing.ranks
+            own = _first_failure([v for v in missing.votes if not _said_echo(v)])
+            failed = own or (lost[0], str(missing))
             error = error or missing
         seconds = attempt.report.seconds
         seconds[step.value] = seconds.get(step.value, 0.0) + time.perf_counter() - begin
@@ -499,17 +520,20 @@ class RankTransition:
         raise TransitionAborted(step.value, *failed, lost) from error
 
     def _vote(
-        self, attempt: _Attempt, label: str, error: Exception | None
+        self,
+        attempt: _Attempt,
+        label: str,
+        error: Exception | None,
+        timeout_s: float | None = None,
     ) -> tuple[int, str] | None:
         """(rank, reason) of the failure that all ranks name, or None if none failed."""
         payload = "" if error is None else json.dumps([_is_echo(error), _reason(error)])
-        votes = self.control.vote(f"transition.{attempt.epoch}.{label}", error is None, payload)
-        failures = [(*json.loads(vote.payload), vote.rank) for vote in votes if not vote.ok]
-        if not failures:
-            return None
-        # What a peer's failure caused here comes after what failed by itself.
-        _, reason, rank = min(failures, key=lambda failure: (failure[0], failure[2]))
-        return rank, reason
+        name = self._vote_name(attempt, label)
+        return _first_failure(self.control.vote(name, error is None, payload, timeout_s=timeout_s))
+
+    @staticmethod
+    def _vote_name(attempt: _Attempt, label: str) -> str:
+        return f"transition.{attempt.epoch}.{label}"
 
     def _recover(self, attempt: _Attempt, phase: str, lost: tuple[int, ...]) -> None:
         """Give back the target, bring parked storages back; then nothing of the attempt is left."""
@@ -691,9 +715,25 @@ def _flip_a_byte(units: Any) -> None:
                 return
 
 
+def _first_failure(votes: Sequence[Vote]) -> tuple[int, str] | None:
+    """(rank, reason) of the vote to blame, or None: what failed by itself before what a peer's
+    failure caused, then the first to say so."""
+    against = [vote for vote in votes if not vote.ok]
+    if not against:
+        return None
+    first = min(against, key=lambda vote: (_said_echo(vote), vote.order))
+    return first.rank, json.loads(first.payload)[1]
+
+
+def _said_echo(vote: Vote) -> bool:
+    return not vote.ok and bool(json.loads(vote.payload)[0])
+
+
 def _is_echo(error: Exception) -> bool:
     """Whether the failure may be only what a peer's failure caused here: torch.distributed says
     that a connection broke by a plain RuntimeError, which the transport passes on as the cause."""
+    if isinstance(error, dist.DistError | ControlError):
+        return not isinstance(error, Disagreement)
     if isinstance(error, ChecksumError) or not isinstance(error, TransportError):
         return False
     cause = error.__cause__

@@ -8,13 +8,17 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from nereus_plugins.spec import Layout
+from nereus_plugins.transport.torch_private import set_timeout
+
+# Groups are formed when all ranks are known to be there: one that does not come has failed.
+_FORM_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 class GroupSet:
     """Groups formed for one layout. Forming is collective over all ranks of the job.
 
     Args:
-        timeout_s: after which a rank waiting for peers, in forming or in use, gives up.
+        timeout_s: after which a rank that waits for peers in using a group gives up.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -27,7 +31,9 @@ class GroupSet:
         for ranks in rank_lists:
             key = tuple(sorted(set(ranks)))
             if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key), timeout=self._timeout)
+                self._groups[key] = dist.new_group(list(key), timeout=_FORM_TIMEOUT)
+                if me in key:
+                    set_timeout(self._groups[key], self._timeout)
             if me in key:
                 mine = self._groups[key]
         return mine

@@ -118,9 +118,10 @@ class ToyBuilt:
 class ToyUnit:
     """An ElasticUnit whose training halves every element and adds one."""
 
-    def __init__(self, name: str, layout: Layout, rank: int) -> None:
+    def __init__(self, name: str, layout: Layout, rank: int, group_s: float) -> None:
         self.name = name
         self.rank = rank
+        self.group_s = group_s
         self.alive = 0
         self.calls: list[str] = []
         self.current = self.build(layout)
@@ -141,7 +142,7 @@ class ToyUnit:
 
     def build(self, layout: Layout) -> ToyBuilt:
         built = ToyBuilt(layout, self.rank)
-        limit = datetime.timedelta(seconds=20)
+        limit = datetime.timedelta(seconds=self.group_s)
         built.group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
         self.alive += 1
         return built
@@ -212,11 +213,17 @@ def tight_budget(source: Mapping[str, Layout], target: Mapping[str, Layout]) -> 
 
 
 def set_up(
-    rank: int, world: int, *, budget: int | None = None, timeout_s: float = 20.0
+    rank: int,
+    world: int,
+    *,
+    budget: int | None = None,
+    timeout_s: float = 20.0,
+    group_s: float = 20.0,
 ) -> tuple[dict[str, ToyUnit], RankTransition]:
-    units = {name: ToyUnit(name, layout, rank) for name, layout in X.items()}
+    """timeout_s: of votes. group_s: of groups, in forming and in use."""
+    units = {name: ToyUnit(name, layout, rank, group_s) for name, layout in X.items()}
     options = TransitionOptions(
-        staging_bytes=STAGING_BYTES, timeout_s=timeout_s, memory_budget_bytes=budget
+        staging_bytes=STAGING_BYTES, timeout_s=group_s, memory_budget_bytes=budget
     )
     control = Control(rank, world, timeout_s=timeout_s)
     transition = RankTransition(units, rank=rank, world=world, control=control, options=options)
@@ -297,7 +304,7 @@ def test_staged_transitions_are_exact() -> None:
 def _fail_and_go_on(
     rank: int, world: int, faults: list[tuple[str, int, str]], budget: int | None
 ) -> list[tuple[str, int, str, float]]:
-    units, transition = set_up(rank, world, budget=budget)
+    units, transition = set_up(rank, world, budget=budget, group_s=5.0)
     for unit in units.values():
         unit.train()
     seen = []
@@ -336,7 +343,7 @@ def check_failures(faults: list[tuple[str, int, str]], budget: int | None) -> No
         phase, rank, reason = outcomes.pop()
         assert (phase, rank) == (step, bad_rank)
         assert ("ChecksumError" if kind == "corrupt" else "InjectedFault") in reason
-        # Peers fail with it, they do not wait for a timeout.
+        # Peers fail with it. They wait at most for a group that they form, not for votes.
         assert max(seen[index][3] for seen in by_rank) < 15, (step, bad_rank)
 
 
@@ -395,7 +402,7 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
 
 
 def _lose_a_rank(rank: int, world: int, fault: str) -> tuple[str, tuple[int, ...], float]:
-    units, transition = set_up(rank, world, timeout_s=4.0)
+    units, transition = set_up(rank, world, timeout_s=4.0, group_s=4.0)
     before = {name: unit.fingerprint() for name, unit in units.items()}
     os.environ[ENVIRONMENT_VARIABLE] = fault
     begin = time.monotonic()
@@ -422,7 +429,7 @@ def test_a_lost_rank_is_named_in_time(step: str, kind: str) -> None:
     fault = f"step={step},rank=2,kind={kind},seconds=12"
     outcomes = run_ranks_outcomes(_lose_a_rank, WORLD, fault, timeout_s=90, grace_s=40)
     for outcome in outcomes:
-        if outcome.rank == 2:
+        if outcome.rank == 2 and kind == "kill":
             assert not outcome.ok
             continue
         assert outcome.ok, outcome.error
