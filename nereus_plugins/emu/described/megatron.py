@@ -192,7 +192,8 @@ class _Owner:
 
     def states(self, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, int]]:
         """(kind, flat tensor, start of its range in the flat parameter)."""
-        same = self.main.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+        # Not by address: that of any storage without memory is 0.
+        same = self.main.untyped_storage()._cdata == param.untyped_storage()._cdata
         if not same or self.main.dtype != param.dtype:
             yield "master", self.main, self.start
         for kind in ("exp_avg", "exp_avg_sq"):
