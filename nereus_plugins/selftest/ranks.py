@@ -146,7 +146,7 @@ def _main(rank: int, port: int, settings: str, pipe: Connection) -> None:
             place = torch.device("cpu")
         limit = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # as RL frameworks do
             store=dist.TCPStore("127.0.0.1", port, None, False),
             rank=rank,
             world_size=world,

@@ -41,6 +41,28 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tens
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's messages must lie: the current CUDA device for NCCL, else the host."""
-    if dist.get_backend(group) == "nccl":
+    if backend_for(dist.get_backend_config(group), "cuda") == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def transfer_backend() -> str:
+    """The back end for moving the job's state: "nccl" where the job uses that for its CUDA devices,
+    else "gloo". The same on all ranks."""
+    config = dist.get_backend_config()
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    return "nccl" if usable and backend_for(config, "cuda") == "nccl" else "gloo"
+
+
+def backend_for(config: str, device: str) -> str | None:
+    """The back end that a process group has for a kind of device, None if it has none.
+
+    Args:
+        config: one back end for all it can serve ("gloo"), or one for each kind of device
+            ("cpu:gloo,cuda:nccl").
+    """
+    backends = {}
+    for part in config.lower().split(","):
+        kind, colon, backend = part.partition(":")
+        backends[kind if colon else device] = backend if colon else kind
+    return backends.get(device)
