@@ -44,19 +44,23 @@ from nereus_plugins.emu.unit import BuiltUnit, ElasticUnit
 from nereus_plugins.gtg.build import UnitChange, build_graph
 from nereus_plugins.gtg.compile import Schedule, compile_graph
 from nereus_plugins.gtg.faults import inject
-from nereus_plugins.gtg.graph import Node, Step
+from nereus_plugins.gtg.graph import ByteArray, Node, Step
 from nereus_plugins.gtg.journal import EpochError
 from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, TransportError
 from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
-from nereus_plugins.transport.metadata import gather_bytes, gather_tables
+from nereus_plugins.transport.metadata import gather_bytes, gather_tables, transfer_backend
 from nereus_plugins.transport.torch_private import align_group_names
 from nereus_plugins.transport.torch_transport import TorchTransport
 
 # What an exchange may take on a device, in messages; the transport adds one for digests.
 _STAGING_BUFFERS = 6
+
+# By how much the predicted bytes between two ranks may differ from the described ones, as a part
+# of the larger, before the report says so: padding is not predicted to the byte.
+PREDICTION_TOLERANCE = 0.01
 
 # Steps in which a rank waits for its peers in ways that cannot be broken from outside.
 _WAITING = (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
@@ -136,6 +140,7 @@ class _Attempt:
     number: int
     target: dict[str, Layout]
     predicted: Mapping[str, ShardTable]
+    build_bytes: Mapping[str, Mapping[int, int]]
     report: PrepareReport
     source: dict[str, DescribedUnit] = field(default_factory=dict)
     source_tables: dict[str, ShardTable] = field(default_factory=dict)
@@ -191,6 +196,7 @@ class RankTransition:
         target: Mapping[str, Layout],
         epoch: int,
         predicted: Mapping[str, ShardTable] | None = None,
+        build_bytes: Mapping[str, Mapping[int, int]] | None = None,
     ) -> PrepareReport:
         """Build the target layouts and fill them; the old ones stay current.
 
@@ -199,13 +205,16 @@ class RankTransition:
             epoch: larger than that of the last committed transition.
             predicted: by unit, the predicted shard table of the target. Needed with a memory
                 budget; without one it is only compared with what was built.
+            build_bytes: by unit and rank, device memory that building the target takes besides its
+                shards (`emu.feasibility.gradient_bytes_by_rank`, where the framework allocates
+                gradients with the model); counted against the memory budget.
 
         Raises:
             TransitionAborted: on all ranks alike, after the old state was brought back.
             TransitionUnrecoverable: on all ranks alike, if that failed.
             ValueError, EpochError: on all ranks, before anything was done.
         """
-        attempt = self._begin(target, epoch, predicted or {})
+        attempt = self._begin(target, epoch, predicted or {}, build_bytes or {})
         if not attempt.target:
             self._attempt = attempt
             return attempt.report
@@ -293,7 +302,11 @@ class RankTransition:
     # ------------------------------------------------------------------ steps
 
     def _begin(
-        self, target: Mapping[str, Layout], epoch: int, predicted: Mapping[str, ShardTable]
+        self,
+        target: Mapping[str, Layout],
+        epoch: int,
+        predicted: Mapping[str, ShardTable],
+        build_bytes: Mapping[str, Mapping[int, int]],
     ) -> _Attempt:
         if self._attempt is not None:
             raise RuntimeError("a transition is under way: commit() and release(), or abort() it")
@@ -318,7 +331,7 @@ class RankTransition:
         report = PrepareReport(epoch, self.rank, "unchanged", "")
         for name, layout in changes.items():
             report.units[name] = UnitReport(str(self.units[name].layout()), str(layout))
-        return _Attempt(epoch, next(_attempts), changes, predicted, report)
+        return _Attempt(epoch, next(_attempts), changes, predicted, build_bytes, report)
 
     def _run(self, index: int, step: Step, subject: str, names: list[str]) -> None:
         """One round: this rank's part of it, then a vote."""
@@ -355,9 +368,9 @@ class RankTransition:
                 attempt.source[name] = self.units[name].described()
 
     def _form_groups(self, attempt: _Attempt, names: list[str]) -> None:
-        # A rank waits for its peers here, and must be out before they give up on its vote.
         timeout = datetime.timedelta(seconds=self.options.timeout_s)
-        group = dist.new_group(list(range(self.world)), timeout=timeout)
+        # Not the default group's back end, which may be one for each kind of device.
+        group = dist.new_group(list(range(self.world)), timeout=timeout, backend=transfer_backend())
         assert group is not None
         attempt.group = group
         attempt.transport = TorchTransport(
@@ -383,6 +396,7 @@ class RankTransition:
                     target_layout=attempt.target[name],
                     source=table,
                     target=attempt.predicted.get(name),
+                    build_bytes=self._by_rank(attempt.build_bytes.get(name, {})),
                 )
             )
         assert attempt.transport is not None
@@ -436,8 +450,16 @@ class RankTransition:
                 report = attempt.report.units[name]
                 report.verified["tensors_tiled"] = len(table.tensors)
                 if name in attempt.predicted:
-                    predicted = self._moves(attempt.source_tables[name], attempt.predicted[name])
-                    report.prediction = _pair_differences(predicted, attempt.moves[name])
+                    self._compare_prediction(attempt, name)
+
+    def _compare_prediction(self, attempt: _Attempt, name: str) -> None:
+        """Report how the predicted target differs from the built one, which alone is moved to."""
+        report = attempt.report.units[name]
+        try:
+            predicted = self._moves(attempt.source_tables[name], attempt.predicted[name])
+            report.prediction = _pair_differences(predicted, attempt.moves[name])
+        except Exception as error:
+            report.prediction_error = _reason(error)
 
     def _agree_moves(self, attempt: _Attempt, names: list[str]) -> None:
         # The moves follow from the tables by a rule; who holds the same tables plans the same.
@@ -501,7 +523,7 @@ class RankTransition:
 
         error = self._catch(run)
         if error is not None and attempt.transport is not None:
-            attempt.transport.abort()
+            self._catch(attempt.transport.abort)  # `error` is what there is to report
         lost: tuple[int, ...] = ()
         # A rank that failed waits for peers that wait for it.
         patience_s = self.control.timeout_s + (self.options.timeout_s if step in _WAITING else 0.0)
@@ -610,6 +632,9 @@ class RankTransition:
     def _moves(self, source: ShardTable, target: ShardTable) -> MoveTable:
         return plan_moves(source, target, node_of=self.options.node_of, rank=self.rank)
 
+    def _by_rank(self, nbytes: Mapping[int, int]) -> ByteArray:
+        return np.array([nbytes.get(rank, 0) for rank in range(self.world)], np.int64)
+
     def _gather(self, attempt: _Attempt, table: ShardTable) -> ShardTable:
         assert attempt.group is not None
         try:
@@ -686,22 +711,19 @@ def _check_nothing_dropped(name: str, source: ShardTable, target: ShardTable) ->
 
 
 def _pair_differences(predicted: MoveTable, described: MoveTable) -> list[dict[str, int]]:
-    """Pairs of ranks between which the two tables move different numbers of bytes."""
+    """Pairs of ranks between which the two tables move numbers of bytes that differ by more than
+    PREDICTION_TOLERANCE of the larger."""
     tables = []
     for moves in (predicted, described):
         src, dst, nbytes = (column.tolist() for column in moves.pair_bytes())
         tables.append(dict(zip(zip(src, dst, strict=True), nbytes, strict=True)))
-    pairs = sorted(set(tables[0]) | set(tables[1]))
-    return [
-        {
-            "src": src,
-            "dst": dst,
-            "predicted_bytes": tables[0].get((src, dst), 0),
-            "described_bytes": tables[1].get((src, dst), 0),
-        }
-        for src, dst in pairs
-        if tables[0].get((src, dst), 0) != tables[1].get((src, dst), 0)
-    ]
+    differences = []
+    for src, dst in sorted(set(tables[0]) | set(tables[1])):
+        was, found = (table.get((src, dst), 0) for table in tables)
+        if abs(was - found) > PREDICTION_TOLERANCE * max(was, found):
+            pair = {"src": src, "dst": dst, "predicted_bytes": was, "described_bytes": found}
+            differences.append(pair)
+    return differences
 
 
 def _flip_a_byte(units: Any) -> None:

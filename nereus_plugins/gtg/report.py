@@ -14,8 +14,9 @@ class UnitReport:
     source, target: layouts. bytes_*: of state; `parked` went to host memory. seconds: by phase.
     verified: what was checked: bytes and messages compared at both ends, tensors whose tiling was
     checked, scalars found again in the target. prediction: pairs of ranks, with this rank as one of
-    them, for which the predicted table moves other bytes than the described one; None without a
-    prediction.
+    them, for which the predicted table moves other bytes than the described one, beyond
+    `gtg.execute.PREDICTION_TOLERANCE`; None without a prediction, or where it cannot be compared:
+    prediction_error says why.
     """
 
     source: str
@@ -28,6 +29,7 @@ class UnitReport:
     seconds: dict[str, float] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
     prediction: list[dict[str, int]] | None = None
+    prediction_error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -41,6 +43,7 @@ class UnitReport:
             "seconds": dict(self.seconds),
             "verified": dict(self.verified),
             "prediction": self.prediction,
+            "prediction_error": self.prediction_error,
         }
 
 
@@ -104,4 +107,5 @@ def merge_unit_reports(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     else:
         pairs = {(d["src"], d["dst"]): d for part in parts for d in part["prediction"] or []}
         out["prediction"] = [pairs[key] for key in sorted(pairs)]
+    out["prediction_error"] = max(part["prediction_error"] for part in parts)
     return out

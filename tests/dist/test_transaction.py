@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import gc
 import hashlib
@@ -18,7 +19,13 @@ import torch.distributed as dist
 from nereus_plugins.emu.boxes import Box, flat_range_to_boxes
 from nereus_plugins.emu.described.base import DescribedUnit, LocalShard
 from nereus_plugins.emu.table import ShardTable, concat
-from nereus_plugins.gtg.execute import RankTransition, TransitionAborted, TransitionOptions
+from nereus_plugins.gtg.execute import (
+    RankTransition,
+    ReleaseFailed,
+    TransitionAborted,
+    TransitionOptions,
+    TransitionUnrecoverable,
+)
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
 from nereus_plugins.gtg.journal import EpochError
 from nereus_plugins.gtg.report import merge_unit_reports
@@ -382,20 +389,86 @@ def test_a_storage_that_cannot_be_parked_is_named_and_nothing_is_lost() -> None:
     assert "memory_budget_bytes" in reasons.pop()
 
 
-def _does_not_fit(rank: int, world: int) -> str:
-    units, transition = set_up(rank, world, budget=5000)
+def _does_not_fit(rank: int, world: int, budget: int, build_bytes: dict[int, int]) -> str:
+    units, transition = set_up(rank, world, budget=budget)
     before = {name: unit.fingerprint() for name, unit in units.items()}
+    predicted = {name: predict(layout) for name, layout in Y.items()}
     with pytest.raises(TransitionAborted) as caught:
-        go(transition, Y, 1)
+        transition.prepare(Y, 1, predicted, {"actor": build_bytes})
     assert {name: unit.fingerprint() for name, unit in units.items()} == before
     assert caught.value.phase == "plan"
     return caught.value.reason
 
 
-def test_a_target_that_does_not_fit_is_refused() -> None:
-    reasons = set(run_ranks(_does_not_fit, WORLD, timeout_s=120))
+@pytest.mark.parametrize(
+    ("budget", "build_bytes"),
+    [(5000, {}), (tight_budget(X, Y), {1: tight_budget(X, Y)})],  # the state; gradients besides
+)
+def test_a_target_that_does_not_fit_is_refused(budget: int, build_bytes: dict[int, int]) -> None:
+    reasons = set(run_ranks(_does_not_fit, WORLD, budget, build_bytes, timeout_s=120))
     assert len(reasons) == 1
     assert "InfeasibleTransition" in reasons.pop()
+
+
+def _fail_to_release(rank: int, world: int) -> tuple[int, str]:
+    units, transition = set_up(rank, world)
+    os.environ[ENVIRONMENT_VARIABLE] = "step=release,rank=2,kind=raise,epoch=1"
+    with pytest.raises(ReleaseFailed) as caught:
+        go(transition, Y, 1)
+    for name, unit in units.items():
+        assert unit.layout() == Y[name]
+        assert unit.alive == 1
+        unit.check(0)
+    go(transition, X, 2)
+    return caught.value.rank, caught.value.reason
+
+
+def test_a_failed_release_is_said_and_the_new_layout_is_current() -> None:
+    outcomes = set(run_ranks(_fail_to_release, WORLD, timeout_s=120))
+    assert len(outcomes) == 1
+    rank, reason = outcomes.pop()
+    assert rank == 2
+    assert "InjectedFault" in reason
+
+
+def _fail_to_fetch(rank: int, world: int, budget: int) -> str:
+    _, transition = set_up(rank, world, budget=budget)
+    faults = ("step=move,rank=1,kind=raise", "step=fetch,rank=2,kind=raise")
+    os.environ[ENVIRONMENT_VARIABLE] = ";".join(faults)
+    with pytest.raises(TransitionUnrecoverable) as caught:
+        go(transition, Y, 1)
+    return str(caught.value)
+
+
+def test_a_state_that_cannot_be_brought_back_ends_the_job() -> None:
+    messages = set(run_ranks(_fail_to_fetch, WORLD, tight_budget(X, Y), timeout_s=120))
+    assert len(messages) == 1
+    assert "failed in move and the old layout could not be brought back on rank 2" in messages.pop()
+
+
+def _wrong_prediction(rank: int, world: int) -> list[dict[str, Any]]:
+    units, transition = set_up(rank, world)
+    right = predict(Y["actor"])
+    renamed = tuple(dataclasses.replace(t, name=f"{t.name}_") for t in right.tensors)
+    predicted = {
+        "actor": dataclasses.replace(right, tensors=renamed),
+        "critic": predict(Layout(pp=2)),
+    }
+    report = transition.prepare(Y, 1, predicted)
+    transition.commit()
+    transition.release()
+    for unit in units.values():
+        unit.check(0)
+    return [report.units[name].to_dict() for name in X]
+
+
+def test_a_wrong_prediction_is_reported_and_aborts_nothing() -> None:
+    by_rank = run_ranks(_wrong_prediction, WORLD, timeout_s=120)
+    actor, critic = (merge_unit_reports([units[i] for units in by_rank]) for i in range(2))
+    assert actor["prediction"] is None
+    assert "embedding_" in actor["prediction_error"]
+    assert critic["prediction_error"] == ""
+    assert len(critic["prediction"]) > 0
 
 
 # ---------------------------------------------------------------- a rank dies or hangs
