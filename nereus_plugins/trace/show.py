@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nereus_plugins.spec import Layout, SpecError
 from nereus_plugins.trace.record import (
     Record,
     RecordError,
@@ -17,31 +19,57 @@ from nereus_plugins.trace.record import (
     read_records,
 )
 
+# The mean score of a step's responses, as verl logs it.
+REWARD = "critic/score/mean"
 
-def lines(records: Iterable[Record]) -> Iterable[str]:
-    """One line per step, a short block per transition."""
+
+def lines(records: Iterable[Record]) -> Iterator[str]:
+    """One line per step, a short block per transition, below the step that it follows."""
+    waiting: list[TransitionRecord] = []
     for record in records:
         if isinstance(record, RunRecord):
             versions = ", ".join(f"{k} {v}" for k, v in record.versions.items())
             yield f"run {record.run_id}: {record.source} on {record.world_size} ranks ({versions})"
-            yield f"  plan {_plan(record.plan)}"
+            yield f"  {_plan(record.plan)}"
         elif isinstance(record, StepRecord):
+            reward = record.metrics.get(REWARD)
             yield (
                 f"step {record.step:5d}  epoch {record.epoch}  {record.step_s:8.2f} s  "
-                f"{record.tokens.get('total', 0):>9d} tokens  {_plan(record.plan)}"
+                f"{record.tokens.get('total', 0):>9,d} tokens  "
+                + (f"reward {reward:.3f}  " if reward is not None else "")
+                + _plan(record.plan)
             )
         elif isinstance(record, TransitionRecord):
-            total = sum(record.seconds.values())
-            yield f"transition after step {record.step}: {record.outcome} in {total:.2f} s"
-            if record.reason:
-                yield f"  because {record.reason}"
-            for name, unit in record.units.items():
-                moved = unit.get("bytes_wire", 0)
-                yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
+            # Written at the boundary, before the record of the step that it ends.
+            waiting.append(record)
+        if isinstance(record, StepRecord):
+            for transition in waiting:
+                yield from _transition(transition)
+            waiting.clear()
+    for transition in waiting:
+        yield from _transition(transition)
 
 
-def _plan(plan: Any) -> str:
-    return ", ".join(f"{name} {layout}" for name, layout in plan.items())
+def _transition(record: TransitionRecord) -> Iterator[str]:
+    # A phase's own parts stand beside it as "phase.part".
+    total_s = sum(value for name, value in record.seconds.items() if "." not in name)
+    yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
+    if record.reason:
+        yield f"  because {record.reason}"
+    for name, unit in record.units.items():
+        moved = unit.get("bytes_wire", 0)
+        yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_layout(layout)}" for name, layout in plan.items())
+
+
+def _layout(value: Any) -> str:
+    try:
+        return str(Layout.from_dict(value))
+    except SpecError:  # a plan of another shape: as it stands
+        return str(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,15 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the records as they are, one a line")
     args = parser.parse_args(argv)
     try:
-        if args.json:
-            for record in read_records(args.run):
-                print(json.dumps(record.to_dict()))
-        else:
-            for line in lines(read_records(args.run)):
-                print(line)
+        records = read_records(args.run)
+        for line in (json.dumps(r.to_dict()) for r in records) if args.json else lines(records):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, RecordError) as error:
         print(f"nereus records: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
     return 0
