@@ -21,14 +21,16 @@ from nereus_plugins.transport.base import TransportError
 NAMES_PER_ATTEMPT = 1_000_000
 
 
-def align_names(attempt: int) -> None:
+def align_names(attempt: int, *, aborted: bool = False) -> None:
     """Continue numbering groups from a value that all ranks know.
 
     Args:
         attempt: number of this transition attempt in the job, from 1, the same on all ranks.
+        aborted: it is over, and ranks may have made groups of different numbers.
     """
     world: Any = c10d._world  # torch's registry of process groups; no public access to the counter
-    world.group_count = max(world.group_count, attempt * NAMES_PER_ATTEMPT)
+    known = attempt * NAMES_PER_ATTEMPT + (NAMES_PER_ATTEMPT // 2 if aborted else 0)
+    world.group_count = max(world.group_count, known)
 
 
 class GroupSet:

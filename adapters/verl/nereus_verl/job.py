@@ -229,8 +229,9 @@ class VerlJob:
     def _execute(self, run: _Run, changes: Mapping[str, Layout]) -> None:
         wanted = {name: layout.to_dict() for name, layout in changes.items()}
         with run.timed("prepare"):
+            budget = self._budget(list(changes))
             answers = self._call(
-                "prepare", worker.prepare, wanted, run.epoch, self._node_of, self._budget()
+                "prepare", worker.prepare, wanted, run.epoch, run.step, self._node_of, budget
             )
         if run.aborted(answers):
             return
@@ -270,12 +271,12 @@ class VerlJob:
             self._workers, phase, function, *args, timeout_s=patience, hopeless=_lost_ranks
         )
 
-    def _budget(self) -> int | None:
-        """Device bytes for old and new state on one rank; the same for all ranks."""
+    def _budget(self, names: list[str]) -> int | None:
+        """Device bytes for old and new state of the units `names` on one rank; the same for all."""
         fixed = self.checked.nereus.memory_budget_gib
         if fixed is not None:
             return int(fixed * (1 << 30))
-        free = self._call("free_memory", worker.free_memory)
+        free = self._call("free_memory", worker.free_memory, names)
         known = [value for value in free if value is not None]
         return min(known) if known else None
 

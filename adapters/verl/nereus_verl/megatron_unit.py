@@ -20,8 +20,10 @@ from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_n
 
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.described.megatron import (
+    FreedGradients,
     describe_megatron,
     ensure_optimizer_state,
+    free_gradients,
     load_scalars,
 )
 from nereus_plugins.emu.described.megatron_private import clear_rotary_caches, drop_ddp_hooks
@@ -42,6 +44,9 @@ class MegatronProcess:
 
     def __init__(self, engine: Any, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        # The trainer's step after which the next transition takes place; new generators' seeds
+        # follow from it, in a resumed job as in the first.
+        self.step = 0
         self.worlds = Worlds(engine_layout(engine))
         self.rng_owner: str | None = None
         self._pending: World | None = None
@@ -111,9 +116,7 @@ class BuiltMegatron:
                 lr_scheduler=engine.lr_scheduler,
             )
             if RNG in scalars:
-                _load_tracker(
-                    scalars[RNG], engine.engine_config.seed, self._process.worlds.transitions
-                )
+                _load_tracker(scalars[RNG], engine.engine_config.seed, self._process.step)
 
 
 class MegatronUnit:
@@ -133,6 +136,7 @@ class MegatronUnit:
         if process.rng_owner is None:
             process.rng_owner = name
         self._current = BuiltMegatron(name, engine, world.layout, world, process)
+        self._freed: FreedGradients | None = None
 
     @property
     def engine(self) -> Any:
@@ -146,8 +150,11 @@ class MegatronUnit:
         return self._current.described()
 
     def free_gradients(self) -> None:
-        if self.engine.optimizer is not None:
-            self.engine.optimizer_zero_grad()
+        engine = self.engine
+        # verl frees the gradients itself with the weights that it offloads.
+        if engine.optimizer is not None and not engine.is_param_offload_enabled:
+            engine.optimizer_zero_grad()
+            self._freed = free_gradients(engine.module, engine.optimizer)
 
     def build(self, layout: Layout) -> BuiltMegatron:
         old = self.engine
@@ -185,6 +192,7 @@ class MegatronUnit:
         assert isinstance(built, BuiltMegatron)
         ours, theirs = self._current.engine, built.engine
         ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
+        self._freed = None  # with the layout that goes
         previous, process = self._current, self._process
         self._current = BuiltMegatron(self.name, ours, built.layout, built.world, process)
         process.committed(built.world)
@@ -197,6 +205,9 @@ class MegatronUnit:
         memory.OUTSTANDING.released()
 
     def settle(self) -> None:
+        if self._freed is not None:
+            self._freed.restore()
+            self._freed = None
         offload.settle(self.engine)
 
 
@@ -257,7 +268,7 @@ def _tracker_states() -> dict[str, str]:
     }
 
 
-def _load_tracker(states: Mapping[str, Mapping[str, str]], seed: int, transitions: int) -> None:
+def _load_tracker(states: Mapping[str, Mapping[str, str]], seed: int, step: int) -> None:
     """Take over the states of this rank's coordinate, or seed anew where nobody had it.
 
     Tensor-parallel ranks must draw alike from the data-parallel generator, so that one is always
@@ -273,5 +284,5 @@ def _load_tracker(states: Mapping[str, Mapping[str, str]], seed: int, transition
             raw = bytearray(base64.b64decode(states[place][name]))
             loaded[name] = torch.frombuffer(raw, dtype=torch.uint8)
         else:
-            tracker.add(name, derived_seed(seed, transitions, f"{place}/{name}"))
+            tracker.add(name, derived_seed(seed, step, f"{place}/{name}"))
     tracker.set_states({**tracker.get_states(), **loaded})

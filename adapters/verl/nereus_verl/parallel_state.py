@@ -60,7 +60,6 @@ class Worlds:
         self._names = _names()
         self.current = World(layout, {})
         self.current.groups = GroupSet(_groups_of(self._snapshot()))
-        self.transitions = 0
 
     def fresh(self, layout: Layout) -> World:
         """An empty world: no groups yet, as after importing Megatron."""
@@ -88,7 +87,6 @@ class Worlds:
         self._load(world._state)
         world._state = {}
         self.current = world
-        self.transitions += 1
 
     def drop(self, world: World) -> None:
         """Destroy the groups of a world that is not current and forget its globals."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -33,6 +33,9 @@ from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_ST
 from nereus_verl import verl_private
 from nereus_verl.groups import align_names, registered_count
 
+if TYPE_CHECKING:
+    from nereus_verl.megatron_unit import MegatronProcess
+
 STATE = "_nereus_rank"
 
 
@@ -52,6 +55,7 @@ class RankState:
     """Nereus's state in one worker process."""
 
     units: dict[str, ElasticUnit]
+    megatron: MegatronProcess | None
     engines: dict[str, Any]
     seats: dict[str, list[Seat]]
     models: dict[str, ModelSpec]
@@ -78,7 +82,7 @@ def setup(
     if hasattr(worker, STATE):
         raise RuntimeError("nereus was already set up in this worker")
     engines, seats = _find_engines(worker)
-    units = _make_units(engines, timeout_s)
+    units, megatron = _make_units(engines, timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     nccl = dist.get_backend() == "nccl"
     options = TransitionOptions(
@@ -88,6 +92,7 @@ def setup(
     )
     state = RankState(
         units=units,
+        megatron=megatron,
         engines=engines,
         seats=seats,
         models={name: ModelSpec.from_dict(models[name]) for name in units},
@@ -125,16 +130,18 @@ def _find_engines(worker: Any) -> tuple[dict[str, Any], dict[str, list[Seat]]]:
     return {name: engines[name] for name in order}, seats
 
 
-def _make_units(engines: Mapping[str, Any], timeout_s: float) -> dict[str, ElasticUnit]:
+def _make_units(
+    engines: Mapping[str, Any], timeout_s: float
+) -> tuple[dict[str, ElasticUnit], MegatronProcess | None]:
     first = next(iter(engines.values()))
     if first.engine_config.strategy == "megatron":
         from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
         process = MegatronProcess(first, timeout_s)
-        return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
+        return {name: MegatronUnit(name, e, process) for name, e in engines.items()}, process
     from nereus_verl.fsdp_unit import FsdpUnit
 
-    return {name: FsdpUnit(name, engine, timeout_s) for name, engine in engines.items()}
+    return {name: FsdpUnit(name, engine, timeout_s) for name, engine in engines.items()}, None
 
 
 # -- a transition, step by step; the driver calls each on all ranks ----------------------------
@@ -144,6 +151,7 @@ def prepare(
     worker: Any,
     targets: Mapping[str, Mapping[str, Any]],
     epoch: int,
+    step: int,
     node_of: tuple[int, ...],
     memory_budget_bytes: int | None,
 ) -> dict[str, Any]:
@@ -152,6 +160,7 @@ def prepare(
     Args:
         targets: unit -> layout as a dict.
         epoch: of the plan, once committed; each attempt has its own.
+        step: the trainer's, after which the transition takes place.
         node_of: node of each rank.
         memory_budget_bytes: for old and new state on one rank; None: no limit.
 
@@ -161,6 +170,8 @@ def prepare(
     state: RankState = getattr(worker, STATE)
     align_names(epoch)
     layouts = {name: Layout.from_dict(fields) for name, fields in targets.items()}
+    if state.megatron is not None:
+        state.megatron.step = step
     transition = state.transition
     transition.options = dataclasses.replace(
         state.options, node_of=node_of, memory_budget_bytes=memory_budget_bytes
@@ -172,28 +183,39 @@ def prepare(
         timeout_s=state.options.timeout_s,
         prefix=f"nereus.{epoch}",
     )
-    predicted = None
-    if memory_budget_bytes is not None:
-        predicted = {
-            name: predict(state.engines[name], state.models[name], layout)
-            for name, layout in layouts.items()
-        }
     try:
+        predicted = None
+        if memory_budget_bytes is not None:
+            predicted = _predict_all(state, layouts)
         report = transition.prepare(layouts, epoch, predicted)
     except TransitionAborted as aborted:
+        align_names(epoch, aborted=True)
         return {"aborted": _abort_reason(aborted)}
     state.targets = {name: layouts[name] for name in report.units}
     return {"report": report.to_dict()}
 
 
+def _predict_all(state: RankState, layouts: Mapping[str, Layout]) -> dict[str, ShardTable]:
+    """Predictions by unit. Raises: TransitionAborted, on all ranks, where one cannot predict."""
+    predicted, reason = {}, ""
+    try:
+        for name, layout in layouts.items():
+            predicted[name] = predict(state.engines[name], state.models[name], layout)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    votes = state.transition.control.vote("predict", not reason, reason)
+    failed = [vote for vote in votes if not vote.ok]
+    if failed:
+        for name in layouts:
+            state.units[name].settle()
+        raise TransitionAborted("plan", failed[0].rank, failed[0].payload)
+    return predicted
+
+
 def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
     """The shards that `engine`'s model would have in `layout`, on all ranks."""
     megatron = engine.engine_config.strategy == "megatron"
-    if megatron:
-        dtype, device = engine.param_dtype, get_device_name()
-    else:
-        parameter = next(engine.module.parameters())
-        dtype, device = parameter.dtype, parameter.device.type
+    dtype = engine.param_dtype if megatron else next(engine.module.parameters()).dtype
     optimizer = None
     if engine.optimizer is not None:
         # FSDP2 updates its parameters themselves; Megatron's masters and moments are fp32.
@@ -205,19 +227,28 @@ def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
         backend="megatron" if megatron else "fsdp2",
         optimizer=optimizer,
         param_dtype=dtype_name(dtype),
-        device=device,
+        device=get_device_name(),  # also of what verl keeps in host memory between stages
     )
 
 
-def free_memory(worker: Any) -> int | None:
-    """Device bytes that this rank's units may take: what is free, and what torch holds already.
+def free_memory(worker: Any, names: Sequence[str]) -> int | None:
+    """Device bytes that old and new state of the units `names` may take on this rank: what they
+    take now, what is free, and what torch holds without using it.
 
-    None on CPU, where memory is the host's.
+    None on CPU, where memory is the host's. What verl offloaded of the units is loaded.
     """
     if not torch.cuda.is_available():
         return None
+    state: RankState = getattr(worker, STATE)
+    held = {
+        storage.data_ptr(): storage.nbytes()
+        for name in names
+        for storage in state.units[name].described().storages()
+        if storage.device.type == "cuda"
+    }
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free, _ = torch.cuda.mem_get_info()
-    return int(free + torch.cuda.memory_reserved())
+    return int(free + unused + sum(held.values()))
 
 
 def commit(worker: Any) -> dict[str, Any]:
