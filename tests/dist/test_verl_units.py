@@ -10,12 +10,13 @@ import json
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nereus_plugins.gtg.execute import TransitionAborted
-from nereus_plugins.gtg.scalars import RNG
+from nereus_plugins.gtg.scalars import RNG, coordinate
 from nereus_plugins.spec import Layout
 from tests.dist.spawn import run_ranks
 
@@ -70,7 +71,9 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
     out: dict[str, Any] = {"gradients": {}, "groups": [groups]}
     for layout in path[1:]:
         ve.restore(units, start)
+        before = _generators(units)
         ve.move(transition, layout)
+        _check_generators(before, _generators(units), layout, units)
         assert [unit.layout() for unit in units.values()] == [layout] * 3
         for role in engines:
             assert engines[role] is units[role].engine
@@ -97,7 +100,38 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
     return out
 
 
+def _generators(units: Any) -> dict[str, dict[str, str]]:
+    """States of the tensor-parallel generators, of all ranks: coordinate -> name -> state."""
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, units["actor"].described().scalars.get(RNG, {}))
+    return {coordinate: states for one in gathered for coordinate, states in one.items()}
+
+
+def _check_generators(
+    before: dict[str, Any], after: dict[str, Any], layout: Layout, units: Any
+) -> None:
+    """Those of coordinates that were there before go on; the others are seeded anew."""
+    if not hasattr(units["actor"], "_process"):
+        assert before == after == {}  # FSDP2 has none
+        return
+    from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+
+    assert set(after) == {coordinate(layout, rank) for rank in range(layout.world_size)}
+    old = [state for states in before.values() for state in states.values()]
+    for place, states in after.items():
+        for name, state in states.items():
+            tp0 = ",".join(["0", *place.split(",")[1:]])
+            home = tp0 if name == get_data_parallel_rng_tracker_name() else place
+            if home in before:
+                assert state == before[home][name], (place, name)
+            else:
+                assert state not in old, (place, name)
+
+
 def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
+    """Through host memory, of units that verl offloads between stages: aborted, then there."""
     import torch
     import torch.distributed as dist
 
@@ -105,34 +139,87 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
 
     ve.on_cpu()
     from nereus_verl import capabilities, worker
+    from nereus_verl.groups import align_names
 
-    roles = ("actor", "critic", "ref")
-    engines = {role: ve.build(kind, model, role, path[0]) for role in roles}
+    trained, roles = ("actor", "critic"), ("actor", "critic", "ref")
+    engines = {role: ve.build(kind, model, role, path[0], offload=True) for role in roles}
     units = ve.make_units(kind, engines)
     transition = ve.make_transition(units)
-    for role in ("actor", "critic"):
+    for role in trained:
         ve.train(engines[role], 0)
+    start = ve.take(units)
+    for role in trained:
+        ve.train(engines[role], 1)
+    never_moved = ve.take(units)
+    ve.restore(units, start)
     hf_config = json.loads((model / "config.json").read_text())
     models = {role: capabilities.check_model(role, hf_config) for role in roles}
     weights = {role: ve.exported(engines[role]) for role in roles}
     held = sum(int(unit.described().table(rank).nbytes_per_row().sum()) for unit in units.values())
     largest = torch.tensor(held)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
+    plain = transition.options
     transition.options = dataclasses.replace(
-        transition.options, memory_budget_bytes=int(largest) * 3 // 2, staging_bytes=1 << 16
+        plain, memory_budget_bytes=int(largest) * 3 // 2, staging_bytes=1 << 16
     )
     targets = dict.fromkeys(roles, path[1])
     predicted = {role: worker.predict(engines[role], models[role], path[1]) for role in roles}
-    report = transition.prepare(targets, 1, predicted)
+
+    moved_to = ve.watch_offloading(engines)
+    seat = SimpleNamespace()
+    state = worker.RankState(
+        units=units,
+        megatron=getattr(units["actor"], "_process", None),
+        engines=engines,
+        seats={},
+        models=models if rank == 0 else {},
+        options=plain,
+        transition=transition,
+    )
+    setattr(seat, worker.STATE, state)
+    budgeted, wanted = transition.options, {name: t.to_dict() for name, t in targets.items()}
+    budget = budgeted.memory_budget_bytes
+    answer = worker.prepare(seat, wanted, 1, 5, (0,) * world, budget)
+    assert answer["aborted"]["rank"] == 1
+    assert answer["aborted"]["reason"] == "KeyError: 'actor'"
+    _assert_settled(moved_to)
+
+    transition.options = budgeted
+    with ve.without_memory_on(1, engines["critic"]), pytest.raises(TransitionAborted) as aborted:
+        transition.prepare(targets, 1, predicted)
+    assert aborted.value.phase == "build"
+    _assert_settled(moved_to)
+    for role in trained:
+        ve.train(engines[role], 1)
+    _assert_same(ve.take(units), never_moved)
+
+    ve.restore(units, start)
+    align_names(2)
+    moved_to.clear()
+    report = transition.prepare(targets, 2, predicted)
     transition.commit()
     transition.release()
+    _assert_settled(moved_to)
     for role in roles:
         moved = ve.exported(engines[role])
         assert all(moved[key].equal(weights[role][key]) for key in weights[role]), role
-    for role in ("actor", "critic"):
+    transition.options = plain
+    transition.prepare(dict.fromkeys(roles, path[0]), 3)
+    transition.commit()
+    transition.release()
+    _assert_same(ve.take(units), start)
+    for role in trained:
         ve.train(engines[role], 1)
+    _assert_same(ve.take(units), never_moved)
     parked = sum(unit.bytes_parked for unit in report.units.values())
     return report.mode, parked, [unit.prediction for unit in report.units.values()]
+
+
+def _assert_settled(moved_to: list[tuple[str, bool]]) -> None:
+    """Offloaded last, when all memory was back."""
+    assert moved_to
+    assert moved_to[-1][0] == "cpu"
+    assert all(all_there for _, all_there in moved_to), moved_to
 
 
 def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> Any:
@@ -154,20 +241,10 @@ def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Lay
     never_moved = ve.take(units)
     ve.restore(units, start)
 
-    cls = type(engines["actor"])
-    build = cls._build_optimizer
-
-    def without_memory(engine: Any, *args: Any) -> Any:
-        if rank == 1:
-            raise MemoryError("none left")
-        return build(engine, *args)
-
-    cls._build_optimizer = without_memory
     begin = time.monotonic()
-    with pytest.raises(TransitionAborted) as aborted:
+    with ve.without_memory_on(1, engines["actor"]), pytest.raises(TransitionAborted) as aborted:
         transition.prepare(dict.fromkeys(roles, path[1]), 1)
     spent_s = time.monotonic() - begin
-    cls._build_optimizer = build
     assert registered_count() == groups
     for role in roles:
         ve.train(engines[role], 9)
@@ -185,7 +262,7 @@ def _assert_same(a: Any, b: Any) -> None:
         for x, y in zip(a[name].shards, b[name].shards, strict=True):
             assert (x.name, x.box) == (y.name, y.box)
             assert x.view.equal(y.view), f"{name} {x.name} {x.box}"
-        # Generators of coordinates that the layout between did not have were seeded anew.
+        # Generators are looked at in `_check_generators`.
         kept = [{k: v for k, v in x[name].scalars.items() if k != RNG} for x in (a, b)]
         assert kept[0] == kept[1]
 

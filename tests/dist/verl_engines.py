@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,14 @@ def on_cpu() -> None:
     import verl.workers.engine  # noqa: F401
 
 
-def build(kind: str, model: Path, role: str, layout: Layout) -> Any:
-    """An initialised engine in fp32. role: "actor", "critic" or "ref"."""
+def build(kind: str, model: Path, role: str, layout: Layout, *, offload: bool = False) -> Any:
+    """An initialised engine in fp32.
+
+    Args:
+        role: "actor", "critic" or "ref".
+        offload: keep the optimizer, and FSDP2's weights, in host memory between stages. (Megatron's
+            weights are offloaded to pinned memory, which there is none of without an accelerator.)
+    """
     from nereus_cpu.attention import NAME
     from nereus_verl.verl_private import set_config
     from verl.trainer.config import CheckpointConfig
@@ -54,6 +62,8 @@ def build(kind: str, model: Path, role: str, layout: Layout) -> Any:
         "infer_micro_batch_size_per_gpu": 2,
         "use_remove_padding": packed,
         "forward_only": role == "ref",
+        "param_offload": offload and packed,
+        "optimizer_offload": offload,
     }
     optimizer = {"lr": 1e-3, "total_training_steps": 20, "lr_warmup_steps": 5}
     torch.manual_seed(7)  # the critic's head is not in the pretrained weights
@@ -100,6 +110,48 @@ def build(kind: str, model: Path, role: str, layout: Layout) -> Any:
     )
     engine.initialize()
     return engine
+
+
+@contextmanager
+def without_memory_on(rank: int, engine: Any) -> Iterator[None]:
+    """Inside, `rank` has no memory left for another optimizer of an engine like this one."""
+    cls = type(engine)
+    build_optimizer = cls._build_optimizer
+
+    def build(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise MemoryError("none left")
+        return build_optimizer(self, *args)
+
+    cls._build_optimizer = build
+    try:
+        yield
+    finally:
+        cls._build_optimizer = build_optimizer
+
+
+def watch_offloading(engines: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Every move that engines of these classes make from now on: (to which device, whether all the
+    memory of what moves was there at the time)."""
+    log: list[tuple[str, bool]] = []
+    for cls in {type(engine) for engine in engines.values()}:
+
+        def to(engine: Any, device: str, *args: Any, _to: Any = cls.to, **kwargs: Any) -> None:
+            log.append((device, _all_there(engine)))
+            _to(engine, device, *args, **kwargs)
+
+        cls.to = to
+    return log
+
+
+def _all_there(engine: Any) -> bool:
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    tensors = [parameter for module in modules for parameter in module.parameters()]
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for state in getattr(part, "optimizer", part).state.values() if part else ():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return all(t.untyped_storage().nbytes() > 0 for t in local if t.numel())
 
 
 def make_units(kind: str, engines: dict[str, Any]) -> dict[str, ElasticUnit]:
