@@ -200,6 +200,19 @@ def test_checkpoint_loads_in_the_new_layout_without_nereus(
 
 
 @pytest.mark.full
+def test_a_resumed_job_begins_with_the_transition_of_its_checkpoints_step(
+    directory: Path, megatron: launch.JobResult
+) -> None:
+    nereus = {"schedule": {4: {"pp": 2}}}
+    resumed = _resume(directory, "megatron", "pending", "megatron", {"tp": 2}, nereus=nereus)
+    resumed.require_success()
+    (metrics,) = resumed.metrics
+    assert (metrics["step"], metrics["nereus/actor/pp"], metrics["nereus/critic/tp"]) == (5, 2, 1)
+    (transition,) = _records(directory, "pending", TransitionRecord)
+    assert (transition.step, transition.outcome) == (4, "committed")
+
+
+@pytest.mark.full
 def test_checkpoint_loads_in_the_new_layout_with_nereus(
     directory: Path, fsdp2: launch.JobResult
 ) -> None:
