@@ -147,6 +147,7 @@ class _Attempt:
     scalars: dict[str, Scalars] = field(default_factory=dict)
     schedule: Schedule | None = None
     round_index: int = 0
+    vote: str = ""  # by name, the one that this rank comes to next
     transport: TorchTransport | None = None
     group: dist.ProcessGroup | None = None
     parked: dict[str, list[ParkedStorages]] = field(default_factory=dict)
@@ -379,6 +380,7 @@ class RankTransition:
             staging_buffers=_STAGING_BUFFERS,
             checksum=self.options.checksum,
             timeout_s=self.options.timeout_s,
+            peer_failed=lambda: self.control.voted_against(attempt.vote),
         )
 
     def _plan_source(self, attempt: _Attempt, names: list[str]) -> None:
@@ -470,11 +472,10 @@ class RankTransition:
         self._agree(attempt, "moves", digest.hexdigest())
 
     def _agree(self, attempt: _Attempt, what: str, digest: str) -> None:
-        vote = self._vote_name(attempt, f"{attempt.round_index}.{Step.AGREE.value}")
         self.control.agree(
             f"{what}.{attempt.epoch}.{attempt.number}",
             digest,
-            leave=lambda: self.control.voted_against(vote),
+            leave=lambda: self.control.voted_against(attempt.vote),
         )
 
     def _move(self, attempt: _Attempt, names: list[str]) -> None:
@@ -514,6 +515,7 @@ class RankTransition:
     ) -> None:
         """Run `work` and vote on how it went; if any rank failed, recover and raise."""
         attempt = self._prepared()
+        attempt.vote = self._vote_name(attempt, label)
         begin = time.perf_counter()
 
         def run() -> None:
@@ -637,16 +639,22 @@ class RankTransition:
 
     def _gather(self, attempt: _Attempt, table: ShardTable) -> ShardTable:
         assert attempt.group is not None
+        assert attempt.transport is not None
         try:
-            return gather_tables(table, attempt.group)
+            return gather_tables(table, attempt.group, attempt.transport.wait_for_device)
+        except TransportError:
+            raise
         except RuntimeError as error:
             raise TransportError(f"gathering shard tables failed: {error}") from error
 
     def _gather_scalars(self, attempt: _Attempt, unit: DescribedUnit) -> Scalars:
         assert attempt.group is not None
+        assert attempt.transport is not None
         mine = encode(unit.scalars) if unit.shards else b""
         try:
-            parts = gather_bytes(mine, attempt.group)
+            parts = gather_bytes(mine, attempt.group, attempt.transport.wait_for_device)
+        except TransportError:
+            raise
         except RuntimeError as error:
             raise TransportError(f"gathering scalars failed: {error}") from error
         return merge_scalars([json.loads(part) for part in parts if part])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -9,23 +11,35 @@ import torch.distributed as dist
 from nereus_plugins.emu.table import ShardTable, concat
 
 
-def gather_tables(table: ShardTable, group: dist.ProcessGroup) -> ShardTable:
+def gather_tables(
+    table: ShardTable, group: dist.ProcessGroup, wait: Callable[[], None] = lambda: None
+) -> ShardTable:
     """All ranks' rows in one table, the same on every rank. Collective.
+
+    Args: wait: as in `gather_bytes`.
 
     Raises:
         TableError: two ranks disagree about a tensor's shape or dtype, or bytes are not a table.
     """
-    return concat([ShardTable.from_bytes(data) for data in gather_bytes(table.to_bytes(), group)])
+    parts = gather_bytes(table.to_bytes(), group, wait)
+    return concat([ShardTable.from_bytes(data) for data in parts])
 
 
-def gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's `payload`, by rank; lengths may differ. Collective: two all-gathers."""
+def gather_bytes(
+    payload: bytes, group: dist.ProcessGroup, wait: Callable[[], None] = lambda: None
+) -> list[bytes]:
+    """Every rank's `payload`, by rank; lengths may differ. Collective: two all-gathers.
+
+    Args: wait: called before the host reads what was gathered (`TorchTransport.wait_for_device`).
+    """
     device = wire_device(group)
     sizes = _all_gather(torch.tensor([len(payload)], dtype=torch.int64, device=device), group)
+    wait()
     lengths = [int(size) for size in sizes]
     padded = np.zeros(max(1, *lengths), dtype=np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
     received = _all_gather(torch.from_numpy(padded).to(device), group)
+    wait()
     return [
         data[:length].cpu().numpy().tobytes()
         for data, length in zip(received, lengths, strict=True)

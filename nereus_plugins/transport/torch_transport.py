@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,6 +44,10 @@ NCCL_STAGING_BYTES = 64 << 20
 
 # Rounds posted at once: enough that a rank that is not scheduled for a while holds up no link.
 ROUNDS_IN_FLIGHT = 16
+
+# How often a wait for the device looks whether it is over, and whether a peer has failed.
+_DEVICE_POLL_S = 0.0005
+_PEER_POLL_S = 0.1
 
 # A tag that no message carries, see `TorchTransport.abort`.
 _ABORT_TAG = (1 << 30) + 7
@@ -100,6 +104,8 @@ class TorchTransport:
         checksum: keep digests of what is sent, for `verify`; the same on all ranks.
         timeout_s: longest wait for one round. On NCCL the group's own timeout rules.
         progress: called with bytes done and in all.
+        peer_failed: asked now and then while this rank waits for NCCL, whose collectives do not end
+            when a peer leaves: whether one did.
     """
 
     def __init__(
@@ -111,14 +117,15 @@ class TorchTransport:
         checksum: bool = True,
         timeout_s: float = 300.0,
         progress: Progress | None = None,
+        peer_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.checksum = checksum
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = group
-        self._nccl = dist.get_backend(group) == "nccl"
         self._device = wire_device(group)
+        self._nccl = self._device.type == "cuda"
         self.staging_bytes = staging_bytes or (
             NCCL_STAGING_BYTES if self._nccl else GLOO_STAGING_BYTES
         )
@@ -126,6 +133,7 @@ class TorchTransport:
             raise ValueError(f"staging_buffers={staging_buffers}: a round may need 2")
         self._staging_buffers = staging_buffers
         self._progress = progress
+        self._peer_failed = peer_failed
         self._free: list[torch.Tensor] = []
         self._pending: list[_Exchange] = []
         if self._nccl:
@@ -182,8 +190,7 @@ class TorchTransport:
             in_flight.append(self._post(record, messages.tolist(), source, counts, clock))
         while in_flight:
             finish()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self.wait_for_device()
         if self.checksum:
             self._pending.append(record)
         seconds = clock.seconds
@@ -345,6 +352,7 @@ class TorchTransport:
                 peers.append(origin)
         if ops:
             self._wait(dist.batch_isend_irecv(ops), tuple(peers))
+            self.wait_for_device()
         return theirs
 
     # -- ending -----------------------------------------------------------------------------
@@ -388,6 +396,19 @@ class TorchTransport:
             if isinstance(error, TransportError) or not isinstance(error, Exception):
                 raise
             raise TransportError(f"rank {self.rank}: {doing} failed: {error}") from error
+
+    def wait_for_device(self) -> None:
+        """On NCCL, wait until all that was queued is done: the host must not block in the device,
+        where nothing could tell it that a peer has failed. On gloo nothing is queued.
+
+        Raises: TransportError.
+        """
+        if not self._nccl:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        wait_until(event.query, timeout_s=self.timeout_s, peer_failed=self._peer_failed)
+        self._open_group()  # work of a communicator that was aborted may end without an error
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -457,6 +478,27 @@ class TorchTransport:
         if self._free:
             return self._free.pop()
         return torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
+
+
+def wait_until(
+    done: Callable[[], bool], *, timeout_s: float, peer_failed: Callable[[], bool]
+) -> None:
+    """Wait for `done`, without blocking.
+
+    Raises: TransportError: a peer failed, or `timeout_s` are over.
+    """
+    start = asked = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        if now - asked >= _PEER_POLL_S:
+            asked = now
+            if peer_failed():
+                raise TransportError("a peer failed in the same step")
+        if now - start > timeout_s:
+            raise TransportError(
+                f"the device did not finish within timeout_s={timeout_s:g}: a peer is dead or slow"
+            )
+        time.sleep(_DEVICE_POLL_S)
 
 
 def _as_bytes(view: torch.Tensor) -> torch.Tensor:
