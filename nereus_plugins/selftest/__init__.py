@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("nereus selftest: --device cuda, but torch sees no CUDA device", file=sys.stderr)
         return 2
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    ranks = args.ranks or (gpus or CPU_RANKS)
+    ranks = (gpus or CPU_RANKS) if args.ranks is None else args.ranks
     if ranks < 2 or (gpus and ranks > gpus):
         print(
             f"nereus selftest: {ranks} ranks cannot run here: it takes at least 2, and a GPU for "

@@ -4,6 +4,10 @@ set -euo pipefail
 directory=$(realpath -m "${1:-nereus-demo}")
 shift || true
 python=${PYTHON:-python}
+"$python" -c 'import nereus_verl' 2>/dev/null || {
+  echo "run.sh: $python has no Nereus; in a clone: ./dev run $0, or set PYTHON" >&2
+  exit 2
+}
 
 "$python" - "$directory/task" <<'PY'
 import sys
@@ -24,7 +28,7 @@ megatron() { # engine config: no TransformerEngine and no fused CUDA kernels on 
   local m=$1.megatron t=$1.megatron.override_transformer_config
   echo $m.tensor_model_parallel_size=2 $m.pipeline_model_parallel_size=1 $m.dtype=bfloat16 \
     $m.vanilla_mbridge=True $m.use_distributed_optimizer=True $m.use_remove_padding=False \
-    $m.sequence_parallel=False ++$t.sequence_parallel=False ++$t.use_cpu_initialization=True \
+    $m.seed=1 $m.sequence_parallel=False ++$t.sequence_parallel=False ++$t.use_cpu_initialization=True \
     ++$t.attention_backend=local ++$t.gradient_accumulation_fusion=False \
     ++$t.masked_softmax_fusion=False ++$t.bias_activation_fusion=False \
     ++$t.bias_dropout_fusion=False ++$t.apply_rope_fusion=False ++$t.persist_layer_norm=False

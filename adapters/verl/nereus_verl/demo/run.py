@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ MEMORY_PER_RANK_BYTES = 1 << 30
 OTHER_MEMORY_BYTES = 5 << 30  # Ray, trainer, rollout server, reward, queue
 LEAST_RISE = 0.05  # of mean reward, from the steps before the first transition to the last steps
 DEFAULT_STEPS = 20
+RANKS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nereus demo", description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="megatron")
     parser.add_argument(
-        "--ranks", type=int, choices=(2, 4), help="worker processes (default: by cores and memory)"
+        "--ranks", type=int, choices=RANKS, help="worker processes (default: by cores and memory)"
     )
     parser.add_argument(
         "--steps", type=int, default=DEFAULT_STEPS, help="PPO iterations (default: %(default)s)"
@@ -100,7 +102,17 @@ def _run(console: Console, args: argparse.Namespace, ranks: int, directory: Path
     job = demo_job(args.engine, ranks, args.steps, directory)
     watcher = Watcher(console, directory / "records", args.steps)
     began_s = time.monotonic()
-    result = run(job, directory, timeout_s=args.timeout, on_line=watcher.on_line)
+    if args.ranks is None and ranks < max(RANKS):
+        console.print(
+            f"[dim]{ranks} ranks, not {max(RANKS)}: this machine has "
+            f"{len(os.sched_getaffinity(0))} core(s) and {_available_bytes() / 2**30:.0f} GiB "
+            "free (--ranks sets it)[/dim]"
+        )
+    try:
+        result = run(job, directory, timeout_s=args.timeout, on_line=watcher.on_line)
+    except KeyboardInterrupt:
+        console.print(f"\ninterrupted; records so far are in {directory / 'records'}")
+        return 130
     watcher.finish()
     problems = judge(result, job, watcher.steps, watcher.transitions)
     if watcher.steps:
@@ -111,7 +123,8 @@ def _run(console: Console, args: argparse.Namespace, ranks: int, directory: Path
     for problem in problems:
         console.print(f"[bold red]{problem}[/bold red]")
     if not problems:
-        console.print(f"[dim]nereus records {directory / 'records'}[/dim] shows them again.")
+        command = "nereus" if shutil.which("nereus") else "./dev run nereus"
+        console.print(f"[dim]{command} records {directory / 'records'}[/dim] shows them again.")
     return 1 if problems else 0
 
 
