@@ -114,6 +114,10 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
             {"schedule": {1: {"actor": {"tp": 2}, "crtic": {"tp": 2}}}},
             ".schedule.1: unknown key 'crtic'; did you mean 'critic'",
         ),
+        (
+            {"schedule": {1: {"actr": {"tp": 2}}}},
+            ".schedule.1: unknown key 'actr'; did you mean 'actor'",
+        ),
         ({"schedule": {1: {"actor": 2}}}, ".schedule.1.actor must be layout fields"),
         (
             {"schedule": {1: {"critic": {"ulises": 2}}}},
@@ -392,7 +396,7 @@ def test_ulysses_needs_packed_sequences() -> None:
 
 
 def test_the_model_must_divide() -> None:
-    with pytest.raises(SpecError, match=r"key-value heads = 2"):
+    with pytest.raises(SpecError, match=r"^plan\.actor: .*key-value heads = 2"):
         check(job("megatron"), Layout(dp=4, sharding="zero1"), actor=Layout(tp=4, sharding="zero1"))
 
 

@@ -11,7 +11,7 @@ from nereus_verl import preflight, stamp
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 
-from nereus_plugins.spec import Layout
+from nereus_plugins.spec import Layout, SpecError
 from nereus_plugins.trace.record import TransitionRecord, read_records
 from tests.unit.test_verl_config import HF, job, put
 
@@ -34,6 +34,12 @@ def checked(directory: Path, schedule: dict[int, Any], **layout: Any) -> preflig
         put(config, f"actor_rollout_ref.actor.fsdp_config.{name}", value)
         put(config, f"critic.fsdp.{name}", value)
     return preflight.run(config)
+
+
+def test_a_run_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file, not a directory")
+    with pytest.raises(SpecError, match=r"nereus\.run_dir: .*cannot be written to"):
+        checked(tmp_path, {})
 
 
 class Group:

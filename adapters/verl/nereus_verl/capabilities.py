@@ -414,7 +414,10 @@ def check_targets(
         if name not in units:
             raise SpecError(f"{here}: this unit cannot change. {_REF_OFFLOAD}")
         unit = units[name]
-        target.check(models[name], jobconfig.world_size(config))
+        try:
+            target.check(models[name], jobconfig.world_size(config))
+        except SpecError as error:
+            raise SpecError(f"{here}: {error}") from None
         changed = _changed(current[name], target)
         if name != "ref" and "dp" in changed and select(config, f"{unit.section}.shuffle"):
             raise SpecError(f"{here}: {_SHUFFLE}")

@@ -115,7 +115,7 @@ def _check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "assignments" in plan:
         GlobalPlan.from_dict(plan, where=where)
         return plan
-    if set(plan) & set(UNITS):
+    if set(plan) & set(UNITS) or any(isinstance(value, Mapping) for value in plan.values()):
         for unit, layout in plan.items():
             if unit not in UNITS:
                 raise unknown_key(unit, UNITS, where)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nereus_plugins.spec import Layout, ModelSpec
+from nereus_plugins.spec import Layout, ModelSpec, SpecError
 from nereus_verl import capabilities, jobconfig, stamp, verl_private
 from nereus_verl.config import NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
@@ -82,9 +83,20 @@ def run(config: Mapping[str, Any]) -> Preflight:
 
 
 def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
+    """Raises: SpecError if it cannot be made or written to."""
+    folder = Path.cwd() / str(config["trainer"]["default_local_dir"]) / "nereus"
     if nereus.run_dir is not None:
-        return Path.cwd() / nereus.run_dir
-    return Path.cwd() / str(config["trainer"]["default_local_dir"]) / "nereus"
+        folder = Path.cwd() / nereus.run_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SpecError(
+            f"nereus.run_dir: {folder} cannot be written to ({error.strerror}); set nereus.run_dir "
+            "to a directory of yours"
+        ) from error
+    return folder
 
 
 def _hf_config(config: Mapping[str, Any], unit: UnitConfig) -> Mapping[str, Any]:
