@@ -46,7 +46,7 @@ from nereus_plugins.gtg.compile import Schedule, compile_graph
 from nereus_plugins.gtg.faults import inject
 from nereus_plugins.gtg.graph import ByteArray, Node, Step
 from nereus_plugins.gtg.journal import EpochError
-from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, UnitReport
+from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, Timed, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, TransportError
@@ -669,8 +669,8 @@ class RankTransition:
         return None
 
     @staticmethod
-    def _timed(attempt: _Attempt, name: str, phase: str) -> _Timed:
-        return _Timed(attempt.report.units[name].seconds, phase)
+    def _timed(attempt: _Attempt, name: str, phase: str) -> Timed:
+        return Timed(attempt.report.units[name].seconds, phase)
 
 
 # The rounds that every transition begins with; build.py makes the same nodes.
@@ -681,21 +681,6 @@ _PROLOGUE = (
     (Step.PLAN, "source"),
     (Step.AGREE, "source"),
 )
-
-
-class _Timed:
-    """Adds the time spent inside to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self.seconds = seconds
-        self.phase = phase
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self.begin
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + spent
 
 
 def _from_host(shards: Sequence[LocalShard], parked: ParkedStorages) -> list[LocalShard]:

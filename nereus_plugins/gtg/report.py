@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,3 +110,18 @@ def merge_unit_reports(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         out["prediction"] = [pairs[key] for key in sorted(pairs)]
     out["prediction_error"] = max(part["prediction_error"] for part in parts)
     return out
+
+
+class Timed:
+    """Adds the seconds spent inside to `seconds[phase]`."""
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self.seconds = seconds
+        self.phase = phase
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.perf_counter() - self.begin
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + spent

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
-from nereus_plugins.gtg.report import merge_unit_reports
+from nereus_plugins.gtg.report import Timed, merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import (
@@ -340,8 +339,8 @@ class _Run:
         self.units: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
 
-    def timed(self, phase: str) -> _Timed:
-        return _Timed(self.seconds, phase)
+    def timed(self, phase: str) -> Timed:
+        return Timed(self.seconds, phase)
 
     def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the ranks gave up. Raises: TransitionFailed if only some did."""
@@ -403,21 +402,6 @@ class _Run:
             f"epoch {self.epoch} committed: {self.listed()}; {wire / 1e6:.1f} MB between ranks, "
             f"{stalled:.2f} s{note}"
         )
-
-
-class _Timed:
-    """Adds the seconds spent inside to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self.seconds = seconds
-        self.phase = phase
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self.begin
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + spent
 
 
 def say(text: str) -> None:
