@@ -18,6 +18,7 @@ import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 from nereus_plugins.emu.described.base import dtype_name
+from nereus_plugins.emu.feasibility import gradient_bytes_by_rank
 from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.unit import ElasticUnit
@@ -184,10 +185,16 @@ def prepare(
         prefix=f"nereus.{epoch}",
     )
     try:
-        predicted = None
+        predicted, build_bytes = None, None
         if memory_budget_bytes is not None:
             predicted = _predict_all(state, layouts)
-        report = transition.prepare(layouts, epoch, predicted)
+            if state.megatron is not None:  # it allocates fp32 gradients with a model that trains
+                build_bytes = {
+                    name: gradient_bytes_by_rank(table)
+                    for name, table in predicted.items()
+                    if state.engines[name].optimizer is not None
+                }
+        report = transition.prepare(layouts, epoch, predicted, build_bytes)
     except TransitionAborted as aborted:
         align_names(epoch, aborted=True)
         return {"aborted": _abort_reason(aborted)}
