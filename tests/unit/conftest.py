@@ -11,8 +11,10 @@ NEEDS = {
     "test_cpu_platform.py": "torch",
     "test_demo.py": "verl",
     "test_described.py": "torch",
+    "test_device_wait.py": "torch",
     "test_gtg_execute.py": "torch",
     "test_nereus_cpu_megatron.py": "torch",
+    "test_transport_backend.py": "torch",
     "test_verl_job.py": "verl",
     "test_verl_plugin.py": "verl",
 }
