@@ -37,7 +37,11 @@ def test_waits_for_verls_trainer() -> None:
         import verl.trainer.ppo.v1 as v1
         trainer = sys.modules["nereus_verl.trainer"]
         assert v1.get_trainer_cls("sync") is trainer.NereusTrainer
-        assert v1.get_trainer_cls("colocate_async") is v1.PPOTrainerColocateAsync
+        # The others stay what they are, but refuse a job that asks for Nereus.
+        other = v1.get_trainer_cls("colocate_async")
+        assert other.__name__ == "PPOTrainerColocateAsync"
+        assert issubclass(other, v1.PPOTrainerColocateAsync)
+        assert not issubclass(other, trainer.NereusTrainer)
         """
     )
     assert done.returncode == 0, done.stderr
