@@ -64,6 +64,9 @@ def parser(*, states_plan: bool = True) -> argparse.ArgumentParser:
     job.add_argument("--critic", help="critic model (ppo); default: the actor's shape")
     job.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     job.add_argument("--backend", choices=BACKENDS, default="fsdp")
+    job.add_argument(
+        "--cpu-adam", action="store_true", help="DeepSpeed's optimizer offload: updates on the host"
+    )
     job.add_argument("--no-reference", action="store_true", help="no reference model")
     cluster = p.add_argument_group("cluster")
     cluster.add_argument("--gpu", help="h100, a100_40gb, h20, b200, ...")
@@ -143,6 +146,7 @@ def job_from(args: argparse.Namespace) -> JobSpec:
         critic=critic,
         reference=reference,
         backend=args.backend,
+        cpu_adam=args.cpu_adam,
     )
 
 

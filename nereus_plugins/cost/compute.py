@@ -382,6 +382,8 @@ def _dispatch_s(case: Case, nbytes: float) -> float:
 # compiled: two passes forward, one read and one write back. fused: one read, one in-place write.
 # chunked: an RL loss with entropy, in fp32 PyTorch operations on a chunk at a time, about twelve
 # passes forward (made again in backward) and twenty-four backward; fitted: prime-rl qwen3-0.6b.
+# fp32_rl: cast to fp32 (6), one read; one gradient written (8) and cast (6). fp32_rl_entropy: two
+# reads more, compiled; its gradient (8) and adding it (12).
 _LOGIT_BYTES = {
     "eager": (14, 18),
     "copied": (18, 22),
@@ -391,6 +393,8 @@ _LOGIT_BYTES = {
     "chunked": (100, 200),
     "rl": (8, 8),
     "rl_entropy": (24, 24),
+    "fp32_rl": (10, 14),
+    "fp32_rl_entropy": (18, 34),
 }
 
 

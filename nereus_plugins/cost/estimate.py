@@ -413,14 +413,7 @@ def _offload_parts(case: Case) -> list[Part]:
     if knobs.offload_params:
         moved = state["weights"][0] * (2.0 if case.trains else 1.0)
         parts.append(Part("load_params", moved / case.gpu.host_bytes_s, "weights over PCIe"))
-        if case.trains and case.software.backend == "deepspeed" and not knobs.offload_optimizer:
-            moved = 2.0 * state["optimizer"][0]
-            parts.append(
-                Part(
-                    "load_optimizer", moved / case.gpu.host_bytes_s, "DeepSpeed state wakes, sleeps"
-                )
-            )
-    if knobs.offload_optimizer and case.trains and case.software.backend != "deepspeed":
+    if knobs.offload_optimizer and case.trains and not case.software.cpu_adam:
         moved = 2.0 * state["optimizer"][0]
         parts.append(
             Part(
@@ -440,18 +433,26 @@ def _unit_resting_bytes(context: _Context, stage: ModelStage) -> float:
     for name, (value, _) in state_bytes(case, 0).items():
         if name == "weights" and case.knobs.offload_params:
             continue
-        # DeepSpeed's sleep takes all state to the host; verl names parameters and optimizer apart.
-        sleeps = case.software.backend == "deepspeed" and case.knobs.offload_params
-        if name == "optimizer" and (case.knobs.offload_optimizer or sleeps):
+        if name == "optimizer" and case.knobs.offload_optimizer:
             continue
-        # FSDP frees gradients at the end of a step; Megatron's buffers stay, and leave with the
-        # parameters where those are offloaded.
-        if name in ("gradients", "gathered") and (
-            case.software.backend == "fsdp" or case.knobs.offload_params
-        ):
+        if name in ("gradients", "gathered") and not _gradients_rest(case):
             continue
         total += value
+    if case.software.backend == "deepspeed":
+        # OpenRLHF's models are processes of their own on a GPU, each with a CUDA context.
+        total += OUTSIDE_TORCH_BYTES
     return total
+
+
+def _gradients_rest(case: Case) -> bool:
+    """Whether gradient buffers stay on the GPU between updates.
+
+    FSDP and ZeRO-2 free gradients at the end of a step. Megatron's buffers stay, and leave with the
+    parameters where those are offloaded; ZeRO-3's stay, and leave with the optimizer state.
+    """
+    if case.software.backend == "deepspeed":
+        return case.layout.sharding == "zero3" and not case.knobs.offload_optimizer
+    return case.software.backend == "megatron" and not case.knobs.offload_params
 
 
 # The stage in which each unit's resting state is counted.
@@ -472,8 +473,16 @@ def _resting(
             continue
         if devices & set(context.assignments[home].devices):
             value = _unit_resting_bytes(context, home)
+            if context.job.updates_together and {stage, home} == {S.ACTOR_TRAIN, S.CRITIC_TRAIN}:
+                value = _model_stage(context, home)[1].reserved_bytes + OUTSIDE_TORCH_BYTES
             if value > 0:
                 out[unit] = value
+    engine = context.assignments.get(S.ACTOR_GENERATE)
+    if engine is None or context.job.engine_sleeps:
+        return out
+    if stage is not S.ACTOR_GENERATE and devices & set(engine.devices):
+        fraction = engine.knobs.rollout_memory_fraction or 0.6
+        out["rollout"] = fraction * context.gpu(S.ACTOR_GENERATE).memory_bytes
     return out
 
 
@@ -589,6 +598,16 @@ class UnitCost:
     bounded: bool = False
 
 
+def away_knobs(job: JobSpec, stages: tuple[ModelStage, ...], knobs: Knobs) -> Knobs:
+    """The knobs of a unit that leaves the GPU while idle, as far as its engine can take it away.
+
+    DeepSpeed's sleep leaves a trained model's weights where they are.
+    """
+    trains = stages[-1] in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
+    params = not (trains and job.backend == "deepspeed")
+    return dataclasses.replace(knobs, offload_params=params, offload_optimizer=trains)
+
+
 def unit_costs(
     job: JobSpec,
     stages: tuple[ModelStage, ...],
@@ -599,17 +618,11 @@ def unit_costs(
 ) -> tuple[UnitCost, UnitCost]:
     """Cost of the stages of one unit that is not the rollout: resident, and offloaded when idle.
 
-    The last stage is where the unit's state rests. Offloading moves parameters, and optimizer
-    state where the unit trains; what it adds to resident costs is transfers, so both come at once.
-    DeepSpeed's offloaded optimizer is estimated by itself.
+    The last stage is where the unit's state rests. What offloading adds to resident costs is
+    transfers, so both come at once.
     """
-    trains = stages[-1] in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
-    away = dataclasses.replace(placed.knobs, offload_params=True, offload_optimizer=trains)
-
-    there = Placed(placed.layout, away)
+    there = Placed(placed.layout, away_knobs(job, stages, placed.knobs))
     stays = unit_cost(job, stages, placed, cluster, workload, calibration)
-    if job.backend == "deepspeed" and trains:
-        return stays, unit_cost(job, stages, there, cluster, workload, calibration)
     context = _unit_context(job, stages, there, cluster, workload)
     moved = sum(
         part.value

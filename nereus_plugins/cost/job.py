@@ -33,7 +33,13 @@ class JobSpec(Record):
         compiled: whether layers run compiled or with fused kernels (Liger, TransformerEngine).
         fp8: linear layers of training in fp8.
         packed: sequences packed, no padding (verl's remove_padding, OpenRLHF's packing_samples).
-        grad_bytes: bytes of a gradient as kept and reduced.
+        grad_bytes: bytes of a gradient as kept and reduced; None as the engine does it by itself:
+            2 for DeepSpeed, which keeps the model's dtype, 4 for the others.
+        cpu_adam: DeepSpeed's optimizer offload: state lies, and the update runs, on the host.
+        engine_sleeps: where rollout shares GPUs, its engine gives its memory back between
+            generations (always so in verl; OpenRLHF's --vllm.enable_sleep).
+        updates_together: where actor and critic share GPUs, they update at the same time
+            (OpenRLHF without --ds.enable_sleep).
         rollout_max_sequences: sequences an engine replica decodes at once at most.
         prefix_caching: the engine prefills a prompt once for all its samples.
     """
@@ -50,7 +56,10 @@ class JobSpec(Record):
     compiled: bool = False
     fp8: bool = False
     packed: bool = True
-    grad_bytes: int = 4
+    grad_bytes: int | None = None
+    cpu_adam: bool = False
+    engine_sleeps: bool = True
+    updates_together: bool = False
     rollout_max_sequences: int = 1024
     prefix_caching: bool = True
 
@@ -59,10 +68,15 @@ class JobSpec(Record):
         require_choice("JobSpec", "backend", self.backend, BACKENDS)
         require_choice("JobSpec", "attention", self.attention, ("fa2", "fa3", "cudnn"))
         for name in ("reference", "old_logprob", "entropy", "compiled", "fp8", "packed",
-                     "prefix_caching"):  # fmt: skip
+                     "prefix_caching", "cpu_adam", "engine_sleeps",
+                     "updates_together"):  # fmt: skip
             require_bool("JobSpec", name, getattr(self, name))
         require_int("JobSpec", "rollout_max_sequences", self.rollout_max_sequences)
-        require(self.grad_bytes in (2, 4), "JobSpec.grad_bytes must be 2 or 4")
+        require(self.grad_bytes in (None, 2, 4), "JobSpec.grad_bytes must be 2, 4 or null")
+        require(
+            not self.cpu_adam or self.backend == "deepspeed",
+            f"JobSpec.cpu_adam is DeepSpeed's: backend={self.backend} has none, set it to false",
+        )
         require(
             (self.critic is not None) == (self.algorithm == "ppo"),
             f"algorithm={self.algorithm} "
@@ -103,9 +117,11 @@ class JobSpec(Record):
         if self.algorithm == "sft":
             loss = "vocab_parallel" if megatron else "eager"
         elif self.backend == "deepspeed":
-            loss = "copied"  # OpenRLHF casts logits to fp32 for its log-softmax
+            # Every update computes the entropy, or none does.
+            loss = "fp32_rl_entropy" if self.entropy else "fp32_rl"
         else:
             loss = "rl_entropy" if self.entropy and stage is ModelStage.ACTOR_TRAIN else "rl"
+        grad_bytes = float(self.grad_bytes or (2 if self.backend == "deepspeed" else 4))
         return Software(
             name=f"{self.backend}",
             backend="fsdp" if self.backend == "fsdp" else self.backend,
@@ -113,8 +129,9 @@ class JobSpec(Record):
             elementwise="fused" if megatron or self.compiled else "eager",
             loss=loss,
             fp8=self.fp8,
-            grad_bytes=float(self.grad_bytes),
-            reduce_bytes=float(self.grad_bytes),
+            grad_bytes=grad_bytes,
+            reduce_bytes=grad_bytes,
+            cpu_adam=self.cpu_adam,
             expert_imbalance=EXPERT_IMBALANCE,
             wgrad_accumulates=megatron,
             host_forward_s=2.0e-3 if megatron else 1.0e-3,

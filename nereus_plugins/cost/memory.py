@@ -112,6 +112,8 @@ def _kept_bytes(case: Case, tokens: float, *, moe: bool) -> tuple[float, str]:
 # bf16 logits of a chunk. inplace: bf16 logits, overwritten by their gradient, and one cast.
 # rl: bf16 logits, their gradient, and the fp32 log-sum-exp pass; rl_entropy: fp32 probabilities and
 # their product with the logits beside (verl computes both on the whole micro-batch).
+# fp32_rl (OpenRLHF): logits cast to fp32 in place of the bf16 ones (4), their gradient (4), and it
+# cast to bf16 (2); fp32_rl_entropy: the gradient through the entropy before it is added (4).
 _LOGIT_PEAK = {
     "eager": 16.0,
     "copied": 18.0,
@@ -121,6 +123,8 @@ _LOGIT_PEAK = {
     "chunked": 6.0,
     "rl": 8.0,
     "rl_entropy": 14.0,
+    "fp32_rl": 10.0,
+    "fp32_rl_entropy": 14.0,
 }
 # DTensor's loss parallelism makes the shifted logits and their exponentials apart.
 _LOSS_PARALLEL = 6.0
@@ -178,7 +182,7 @@ def state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
     """Weights, gradients and optimizer state that stay on a rank: bytes and formula."""
     # Not the batch: a search asks again for every batch and knob of a layout.
     key = (
-        case.shape, case.layout, case.software, case.knobs.offload_optimizer, case.trains, stage,
+        case.shape, case.layout, case.software, case.trains, stage,
         case.first_stage_layers, case.last_stage_layers,
     )  # fmt: skip
     found = _STATES.get(key)
@@ -243,9 +247,9 @@ def _state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
             state = soft.master_bytes + soft.moment_bytes
             own = trained_shard if lay.sharding != "none" else trained
             out["optimizer"] = (own * state, f"{own:.3g} * {state:g} bytes (master, moments)")
-    # DeepSpeed's Adam runs on the CPU; verl brings the state back for the update.
-    if case.knobs.offload_optimizer and "optimizer" in out and soft.backend == "deepspeed":
-        out["optimizer"] = (0.0, "in host memory")
+    if soft.cpu_adam and case.trains:
+        # Gradients follow bucket by bucket as backward makes them.
+        out["optimizer"] = out["gradients"] = (0.0, "in host memory")
     return out
 
 

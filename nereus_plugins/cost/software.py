@@ -22,7 +22,8 @@ class Software:
             "eager".
         loss: how logits are held: "eager" (fp32 copies), "copied" (the same, shifted first),
             "fused" or "vocab_parallel" (Megatron's two), "inplace" (flash-attn's), "chunked" (never
-            whole), "rl" or "rl_entropy" (log-probabilities of the tokens taken, as verl).
+            whole), "rl" or "rl_entropy" (log-probabilities of the tokens taken, as verl),
+            "fp32_rl" or "fp32_rl_entropy" (the same of fp32 logits, as OpenRLHF).
         fp8: linear layers in fp8.
         param_bytes: bytes of a parameter as gathered and multiplied.
         grad_bytes: bytes of a gradient as kept between micro-batches.
@@ -41,6 +42,7 @@ class Software:
         host_forward_s, host_backward_s: time the host needs to launch one layer's kernels; the
             floor of a layer's time.
         fixed_s: once a step: data, logging, synchronisation.
+        cpu_adam: DeepSpeed's optimizer offload: state lies, and the update runs, on the host.
         expandable_segments: PyTorch's allocator option; less fragmentation.
         overhead: fitted factor on compute.
         overhead_from: the rows it was fitted on.
@@ -67,6 +69,7 @@ class Software:
     host_forward_s: float = 2.0e-3
     host_backward_s: float = 3.0e-3
     fixed_s: float = 5e-3
+    cpu_adam: bool = False
     expandable_segments: bool = False
     overhead: float = 1.0
     overhead_from: str = ""

@@ -258,7 +258,7 @@ def _optimizer(case: Case) -> tuple[float, str]:
         nbytes = own * (state + 2 * soft.grad_bytes + soft.param_bytes)
         nbytes += (full if lay.sharding in ("none", "zero1") else own) * soft.grad_bytes
         seconds = nbytes / (case.gpu.hbm_bytes_s * HBM_EFFICIENCY)
-        if case.knobs.offload_optimizer and soft.backend == "deepspeed":
+        if soft.cpu_adam:
             # DeepSpeedCPUAdam: gradient down, parameter up, state streamed through host memory.
             seconds += own * (soft.grad_bytes + soft.param_bytes) / case.gpu.host_bytes_s
             seconds += own * state / HOST_MEMORY_BYTES_S

@@ -13,6 +13,7 @@ from nereus_plugins.cost.estimate import (
     Calibration,
     Placed,
     UnitCost,
+    away_knobs,
     rollout_cost,
     sequence_moments,
     unit_cost,
@@ -70,7 +71,10 @@ def layouts(
                 continue
             dp = gpus // ulysses
             if job.backend == "deepspeed":
-                made = [Layout(dp=gpus, sharding=s) for s in ("zero2", "zero3")]
+                # Ring attention; it needs packed samples.
+                if ulysses > 1 and not job.packed:
+                    continue
+                made = [Layout(dp=dp, cp=ulysses, sharding=s) for s in ("zero2", "zero3")]
             else:
                 made = [Layout(dp=dp, ulysses=ulysses, sharding="fsdp")]
                 made += [
@@ -146,7 +150,8 @@ def unit_candidates(
     Args:
         in_force: its layout and knobs are choices as well.
         only: cost just these, as an earlier call returned them.
-        each_layout: keep the best of every layout, for units that must share one.
+        each_layout: keep the best of every layout, for units that must share one; of DeepSpeed
+            all, since one command sets layout and knobs of all its models.
     """
     model = job.model_of(stages[-1])
     trains = stages[-1] in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
@@ -179,8 +184,11 @@ def unit_candidates(
         for index, knobs in enumerate(sizes):
             if only is not None and (layout, index) not in only:
                 continue
-            away = dataclasses.replace(knobs, offload_params=True, offload_optimizer=trains)
+            away = away_knobs(job, stages, knobs)
             stay_allowed, away_allowed = allowed(layout, knobs), allowed(layout, away)
+            if job.backend == "deepspeed":
+                # Models that only read lie on the host under ZeRO-3 only; a CPU optimizer always.
+                away_allowed &= not job.cpu_adam if trains else layout.sharding == "zero3"
             if not (stay_allowed or away_allowed):
                 continue
             possible = True
@@ -200,6 +208,8 @@ def unit_candidates(
     near = only or _near(made, choice_of)
     if not each_layout:
         return pareto(made), near
+    if job.backend == "deepspeed":
+        return made, frozenset(choice_of)
     by_layout: dict[Layout, list[Candidate]] = {}
     for one in made:
         by_layout.setdefault(one.layout, []).append(one)

@@ -16,7 +16,6 @@ from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
     GlobalPlan,
-    Knobs,
     Layout,
     ModelStage,
     SpecError,
@@ -31,7 +30,8 @@ LONGEST_TOKENS = 131_072
 EPILOG = """examples:
   nereus check --gpu h100 -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
       actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct data.max_response_length=8192 ...
-  nereus check --gpu h100 -- openrlhf.cli.train_ppo_ray --pretrain meta-llama/Meta-Llama-3-8B ...
+  nereus check --gpu h100 -- openrlhf.cli.train_ppo_ray \\
+      --actor.model_name_or_path meta-llama/Meta-Llama-3-8B ...
   nereus check --gpu h20 --script run_qwen32b.sh
 
 The command is read, not run. Settings that it does not name have their framework's defaults."""
@@ -68,24 +68,38 @@ def longest_response(
     return low
 
 
-def _knob_changes(launch: Launch) -> Iterator[tuple[str, str, Callable[[GlobalPlan], GlobalPlan]]]:
-    """Single settings that lower some peak, in the words of the launch's framework."""
+# What a setting makes of a launch.
+_Apply = Callable[[Launch], Launch]
+
+
+def _single_changes(launch: Launch) -> Iterator[tuple[str, str, _Apply]]:
+    """Single settings that lower some peak: what they set, in the framework's words, and do."""
     train = launch.plan.assignments[S.ACTOR_TRAIN].knobs
     name = launch.settings
     verl = launch.framework == "verl"
 
-    def trained(change: Callable[[Knobs], Knobs]) -> Callable[[GlobalPlan], GlobalPlan]:
-        def apply(plan: GlobalPlan) -> GlobalPlan:
+    def trained(**changed: object) -> _Apply:
+        def apply(one: Launch) -> Launch:
             return _with(
-                plan,
+                one,
                 {
-                    stage: dataclasses.replace(a, knobs=change(a.knobs))
-                    for stage, a in plan.assignments.items()
-                    if stage.model in ("actor", "critic") and stage is not S.ACTOR_GENERATE
+                    stage: dataclasses.replace(
+                        a,
+                        knobs=dataclasses.replace(a.knobs, **changed),  # type: ignore[arg-type]
+                    )
+                    for stage, a in one.plan.assignments.items()
+                    if stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
+                    or (verl and stage is S.CRITIC_VALUES)
                 },
             )
 
         return apply
+
+    def of_job(**changed: object) -> _Apply:
+        return lambda one: dataclasses.replace(
+            one,
+            job=dataclasses.replace(one.job, **changed),  # type: ignore[arg-type]
+        )
 
     def on(key: str, value: str = "True") -> tuple[str, str]:
         return key, " ".join(f"{one}={value}" if verl else one for one in name[key])
@@ -95,58 +109,73 @@ def _knob_changes(launch: Launch) -> Iterator[tuple[str, str, Callable[[GlobalPl
 
     if train.recompute != "full":
         megatron = launch.job.backend == "megatron"
-        yield (
-            *on("recompute", "full" if megatron else "True"),
-            trained(lambda k: dataclasses.replace(k, recompute="full")),
-        )
-    for field in ("offload_optimizer", "offload_params"):
-        if not getattr(train, field):
-            yield *on(field), trained(lambda k, f=field: dataclasses.replace(k, **{f: True}))  # type: ignore[misc]
+        yield *on("recompute", "full" if megatron else "True"), trained(recompute="full")
+    if verl:
+        for field in ("offload_optimizer", "offload_params"):
+            if not getattr(train, field):
+                yield *on(field), trained(**{field: True})
+    else:
+        # Asleep, optimizer state leaves the GPU, unless it never was there, and models update one
+        # after the other.
+        if not train.offload_optimizer:
+            asleep, apart = trained(offload_optimizer=True), of_job(updates_together=False)
+            yield *on("offload_optimizer"), lambda one: apart(asleep(one))
+        if not launch.job.cpu_adam:
+            yield *on("cpu_adam"), of_job(cpu_adam=True)
+        if launch.plan.assignments[S.ACTOR_TRAIN].layout.sharding == "zero2":
+            yield *to("zero_stage", 3), _zero3
+        if not launch.job.engine_sleeps:
+            yield *on("engine_sleeps"), of_job(engine_sleeps=True)
     if train.token_budget_tokens is not None:
         for part in (2, 4):
             budget = train.token_budget_tokens // part
             if budget >= launch.prompt_tokens + launch.response_tokens:
-                yield (
-                    *to("token_budget_tokens", budget),
-                    trained(lambda k, b=budget: dataclasses.replace(k, token_budget_tokens=b)),  # type: ignore[misc]
-                )
+                yield *to("token_budget_tokens", budget), trained(token_budget_tokens=budget)
     elif (train.micro_batch or 1) > 1:
         micro = max(1, (train.micro_batch or 1) // 2)
         for size in dict.fromkeys((micro, 1)):
-            yield (
-                *to("micro_batch", size),
-                trained(lambda k, m=size: dataclasses.replace(k, micro_batch=m)),  # type: ignore[misc]
-            )
+            yield *to("micro_batch", size), trained(micro_batch=size)
     engine = launch.plan.assignments.get(S.ACTOR_GENERATE)
     if engine is not None:
+
+        def engine_with(layout: Layout | None, fraction: float | None) -> _Apply:
+            def apply(one: Launch) -> Launch:
+                now = one.plan.assignments[S.ACTOR_GENERATE]
+                knobs = now.knobs
+                if fraction is not None:
+                    knobs = dataclasses.replace(knobs, rollout_memory_fraction=fraction)
+                return _with(
+                    one, {S.ACTOR_GENERATE: Assignment(layout or now.layout, knobs, now.devices)}
+                )
+
+            return apply
+
         now = engine.knobs.rollout_memory_fraction or 0.6
         for fraction in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
             if abs(fraction - now) > 0.01:
-                knobs = dataclasses.replace(engine.knobs, rollout_memory_fraction=fraction)
-                yield (
-                    *to("rollout_memory_fraction", fraction),
-                    lambda p, k=knobs: _with(  # type: ignore[misc]
-                        p,
-                        {S.ACTOR_GENERATE: dataclasses.replace(
-                            p.assignments[S.ACTOR_GENERATE], knobs=k)},
-                    ),
-                )  # fmt: skip
+                yield *to("rollout_memory_fraction", fraction), engine_with(None, fraction)
         tp = 2 * engine.layout.tp
         world = engine.layout.world_size
         if tp <= launch.gpus_per_node and world % tp == 0:
-            layout = Layout(tp=tp, dp=world // tp)
-            yield (
-                *to("rollout_tp", tp),
-                lambda p: _with(
-                    p,
-                    {S.ACTOR_GENERATE: Assignment(
-                        layout, p.assignments[S.ACTOR_GENERATE].knobs, engine.devices)},
-                ),
-            )  # fmt: skip
+            yield *to("rollout_tp", tp), engine_with(Layout(tp=tp, dp=world // tp), None)
 
 
-def _with(plan: GlobalPlan, changed: dict[ModelStage, Assignment]) -> GlobalPlan:
-    return GlobalPlan({**plan.assignments, **changed}, name=plan.name)
+def _zero3(launch: Launch) -> Launch:
+    return _with(
+        launch,
+        {
+            stage: dataclasses.replace(a, layout=dataclasses.replace(a.layout, sharding="zero3"))
+            for stage, a in launch.plan.assignments.items()
+            if stage is not S.ACTOR_GENERATE
+        },
+    )
+
+
+def _with(launch: Launch, changed: dict[ModelStage, Assignment]) -> Launch:
+    plan = launch.plan
+    return dataclasses.replace(
+        launch, plan=GlobalPlan({**plan.assignments, **changed}, name=plan.name)
+    )
 
 
 def what_to_change(
@@ -154,16 +183,16 @@ def what_to_change(
 ) -> list[Change]:
     """The fewest settings that make the launch fit, fastest first; none where three do not."""
     workload = launch.workload(launch.response_tokens, median, sigma)
-    single = list(_knob_changes(launch))
+    single = list(_single_changes(launch))
     for count in (1, 2, 3):
         found = []
         for chosen in itertools.combinations(single, count):
             if len({key for key, _, _ in chosen}) < count:
                 continue
-            plan = launch.plan
+            changed = launch
             for _, _, apply in chosen:
-                plan = apply(plan)
-            result = estimate(launch.job, plan, cluster, workload)
+                changed = apply(changed)
+            result = estimate(changed.job, changed.plan, cluster, workload)
             if result.fits:
                 found.append(Change(tuple(text for _, text, _ in chosen), result.iteration_s))
         if found:
@@ -182,6 +211,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", help="shape of the actor, where the command's path is not known here")
     p.add_argument("--critic", help="shape of critic and reward model, likewise")
     p.add_argument("--script", type=Path, metavar="FILE", help="shell script with the command")
+    p.add_argument("--prompt-tokens", type=int, metavar="N",
+                   help="longest prompt, for OpenRLHF commands that limit only prompt and response "
+                   "together (default: half of the limit)")  # fmt: skip
     p.add_argument("--median-response", type=float, default=0.5, metavar="PART",
                    help="median response as a part of the longest (default 0.5)")  # fmt: skip
     p.add_argument("--response-sigma", type=float, default=0.6, help="of the log of lengths")
@@ -194,7 +226,6 @@ def parser() -> argparse.ArgumentParser:
 def _text(launch: Launch, result: Estimate, longest: int, changes: Sequence[Change] | None) -> str:
     peak = result.peak
     lines = [table(result), ""]
-    named = "data.max_response_length" if launch.framework == "verl" else "--generate_max_len"
     if longest >= LONGEST_TOKENS:
         lines.append(f"fits at every response length up to {LONGEST_TOKENS} tokens")
     elif longest == 0:
@@ -202,7 +233,7 @@ def _text(launch: Launch, result: Estimate, longest: int, changes: Sequence[Chan
     else:
         lines.append(
             f"runs out of memory when responses grow beyond about {longest} tokens "
-            f"({named} is {launch.response_tokens})"
+            f"({launch.response_setting} is {launch.response_tokens})"
         )
     if changes is not None:
         held = {p.name: p.value for p in peak.memory}
@@ -234,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
         words = words_of_script(args.script) if args.script else args.words
         if not words:
             raise SpecError("give the launch command after --, or --script FILE")
-        launch = read_launch(words, args.model, args.critic)
+        launch = read_launch(words, args.model, args.critic, args.prompt_tokens)
         cluster = cluster_of(args.gpu, launch.gpus, launch.gpus_per_node)
         workload = launch.workload(launch.response_tokens, *shape)
         result = estimate(launch.job, launch.plan, cluster, workload)

@@ -106,6 +106,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = plan(job, cluster, workload, learned, capabilities=limits)
     except SpecError as error:
+        if job.backend == "deepspeed" and not job.cpu_adam:
+            error = SpecError(f"{error}; or with updates on the host (--cpu-adam)")
         print(f"nereus plan: {error}", file=sys.stderr)
         return 1
     if args.json:

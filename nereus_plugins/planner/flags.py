@@ -87,52 +87,76 @@ def _verl_section(section: str, assignment: Assignment, backend: str) -> list[st
 
 
 def openrlhf_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
-    """The plan as flags of `openrlhf.cli.train_ppo_ray`.
+    """The plan as flags of `openrlhf.cli.train_ppo_ray`, in the names of OpenRLHF 0.11.
 
-    OpenRLHF has one ZeRO stage, one micro-batch and one recompute setting for actor and critic: the
-    actor's are given, and `nereus check` says what that does to the critic.
+    One ZeRO stage, one micro-batch, one recompute and one sleep setting hold for actor and critic:
+    the actor's are given.
 
-    Raises: SpecError where the plan's job has no actor that trains under ZeRO.
+    Raises: SpecError where OpenRLHF cannot run the plan: no actor under ZeRO-2 or 3, or models on
+        GPUs that its placements do not give them.
     """
     actor = chosen.assignments[S.ACTOR_TRAIN]
     lay, knobs = actor.layout, actor.knobs
     if lay.sharding not in ("zero2", "zero3"):
         raise SpecError(f"OpenRLHF runs ZeRO stages 2 and 3, the plan has {lay.sharding}")
-    out = [f"--zero_stage {lay.sharding[-1]}"]
-    if knobs.token_budget_tokens is not None:
-        out += ["--packing_samples", "--use_dynamic_batch"]
-        out.append(f"--train_max_tokens_per_gpu {knobs.token_budget_tokens}")
-    else:
-        out.append(f"--micro_train_batch_size {knobs.micro_batch or 1}")
-    if knobs.recompute == "full":
-        out.append("--gradient_checkpointing")
-    if knobs.offload_optimizer:
-        out.append("--adam_offload")
-    if knobs.offload_params:
-        out.append("--deepspeed_enable_sleep")
     readers = [s for s in (S.REF_LOGPROB, S.REWARD_SCORE) if s in chosen.assignments]
-    if readers and all(chosen.assignments[s].knobs.offload_params for s in readers):
-        out.append("--ref_reward_offload")
+    out = [f"--ds.zero_stage {lay.sharding[-1]}"]
+    if job.packed:
+        out.append("--ds.packing_samples")
+    if lay.cp > 1:
+        out.append(f"--ds.ring_attn_size {lay.cp}")
+    if knobs.token_budget_tokens is not None:
+        out.append("--train.dynamic_batch_enable")
+        out.append(f"--train.max_tokens_per_gpu {knobs.token_budget_tokens}")
+        # Old log-probabilities and values are read under the readers' budget too.
+        budgets = [chosen.assignments[s].knobs.token_budget_tokens for s in readers]
+        least = min((b for b in budgets if b is not None), default=knobs.token_budget_tokens)
+        if least < knobs.token_budget_tokens:
+            out.append(f"--rollout.max_tokens_per_gpu {least}")
+    else:
+        out.append(f"--train.micro_batch_size {knobs.micro_batch or 1}")
+    if knobs.recompute == "full":
+        out.append("--actor.gradient_checkpointing_enable")
+    if job.cpu_adam:
+        out.append("--ds.adam_offload")
+    elif knobs.offload_optimizer:
+        out.append("--ds.enable_sleep")
+    for stage in readers:
+        if chosen.assignments[stage].knobs.offload_params:
+            out.append(f"--{stage.model}.offload")
     homes = {"actor": S.ACTOR_TRAIN, "critic": S.CRITIC_TRAIN, "ref": S.REF_LOGPROB,
              "reward": S.REWARD_SCORE}  # fmt: skip
     here = {n: chosen.assignments[s] for n, s in homes.items() if s in chosen.assignments}
     for name, one in here.items():
         nodes, per_node = _nodes(len(one.devices))
-        out += [f"--{name}_num_nodes {nodes}", f"--{name}_num_gpus_per_node {per_node}"]
+        out += [f"--{name}.num_nodes {nodes}", f"--{name}.num_gpus_per_node {per_node}"]
+    if job.cpu_adam and {"actor", "critic"} <= here.keys():
+        # It moves nothing then, and lets actor and critic update one after the other.
+        out.append("--ds.enable_sleep")
     rollout = chosen.assignments.get(S.ACTOR_GENERATE)
-    together = {one.devices for one in here.values()}
     if rollout is not None:
         out += [
-            f"--vllm_num_engines {rollout.layout.dp}",
-            f"--vllm_tensor_parallel_size {rollout.layout.tp}",
-            f"--vllm_gpu_memory_utilization {rollout.knobs.rollout_memory_fraction}",
+            f"--vllm.num_engines {rollout.layout.dp}",
+            f"--vllm.tensor_parallel_size {rollout.layout.tp}",
+            f"--vllm.gpu_memory_utilization {rollout.knobs.rollout_memory_fraction}",
         ]
-        if together == {rollout.devices}:
-            return [*out, "--colocate_all_models", "--vllm_enable_sleep"]
-    if "ref" in here and here["ref"].devices == actor.devices:
-        out.append("--colocate_actor_ref")
-    if {"critic", "reward"} <= here.keys() and here["critic"].devices == here["reward"].devices:
-        out.append("--colocate_critic_reward")
+    places = {name: one.devices for name, one in here.items()}
+    if rollout is not None:
+        if {*places.values()} == {rollout.devices}:
+            return [*out, "--train.colocate_all", "--vllm.enable_sleep"]
+        places["vllm"] = rollout.devices
+    pairs = {"ref": ("actor", "--train.colocate_actor_ref"),
+             "reward": ("critic", "--train.colocate_critic_reward")}  # fmt: skip
+    for name, (other, flag) in pairs.items():
+        if name in places and places[name] == places.get(other):
+            out.append(flag)
+            del places[name]
+    used = [device for devices in places.values() for device in devices]
+    if len(used) > len(set(used)):
+        raise SpecError(
+            "OpenRLHF colocates all models, actor with reference, or critic with reward model; "
+            f"the plan shares GPUs otherwise: {', '.join(sorted(places))}"
+        )
     return out
 
 

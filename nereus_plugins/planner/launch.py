@@ -27,6 +27,7 @@ class Launch:
         framework: "verl" or "openrlhf".
         settings: the command's own names of each knob that `nereus check` may tell to change.
         response_tokens, prompt_tokens: limits of lengths.
+        response_setting: the command's setting that limits the response.
         prompts, samples, mini_batch_prompts: as in `WorkloadSpec`.
     """
 
@@ -40,6 +41,7 @@ class Launch:
     mini_batch_prompts: int
     prompt_tokens: int
     response_tokens: int
+    response_setting: str
     settings: dict[str, tuple[str, ...]]
 
     def workload(self, response_tokens: int, median: float, sigma: float) -> WorkloadSpec:
@@ -84,19 +86,27 @@ def model_named(name: str, instead: str | None, *, value_head: bool = False) -> 
 
 def is_openrlhf(words: Sequence[str]) -> bool:
     return any("openrlhf" in w for w in words) or any(
-        w.split("=")[0] in ("--pretrain", "--actor_num_gpus_per_node") for w in words
+        w.split("=")[0] in ("--pretrain", "--actor_num_gpus_per_node") or w.startswith("--actor.")
+        for w in words
     )
 
 
 def read_launch(
-    words: Sequence[str], model: str | None = None, critic: str | None = None
+    words: Sequence[str],
+    model: str | None = None,
+    critic: str | None = None,
+    prompt_tokens: int | None = None,
 ) -> Launch:
     """The launch that a command's words ask for.
+
+    Args:
+        model, critic: shapes to take instead of those that the command names.
+        prompt_tokens: longest prompt, where the command limits only prompt and response together.
 
     Raises: SpecError naming the setting that is missing or cannot be read.
     """
     from . import openrlhf_launch, verl_launch
 
     if is_openrlhf(words):
-        return openrlhf_launch.read(words, model, critic)
+        return openrlhf_launch.read(words, model, critic, prompt_tokens)
     return verl_launch.read(words, model, critic)

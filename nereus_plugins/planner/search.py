@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from nereus_plugins.cost.estimate import (
     Calibration,
@@ -38,7 +38,14 @@ from nereus_plugins.spec import (
     WorkloadSpec,
 )
 
-from .candidates import SPLIT_TOKENS, Candidate, Choice, rollout_candidates, unit_candidates
+from .candidates import (
+    SPLIT_TOKENS,
+    Candidate,
+    Choice,
+    pareto,
+    rollout_candidates,
+    unit_candidates,
+)
 
 S = ModelStage
 # Fraction of a GPU that a plan leaves free: the model's own error and the batch's chance.
@@ -224,7 +231,9 @@ def choose(
 def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, Place]]:
     """Where units may lie, aligned to nodes where there are several.
 
-    All together; rollout apart; the models that only read (reference, reward) apart.
+    All together; rollout apart; the models that only read (reference, reward) apart. Under
+    DeepSpeed what OpenRLHF can place: all together, or rollout, actor with reference, and critic
+    with reward model apart from each other.
     """
     names = [*units_of(job)]
     rolls = S.ACTOR_GENERATE in job.stages()
@@ -235,12 +244,19 @@ def _placements(job: JobSpec, gpus: int, per_node: int) -> list[dict[str, Place]
     out = [everything]
     step = per_node if gpus > per_node else 1
     readers = [n for n in names if n in ("ref", "reward")]
+    scored = [n for n in names if n in ("critic", "reward")]
     # Many GPUs: one split only, since each part size is costed anew.
     for quarter in (1, 2, 3) if gpus <= 64 else (2,):
         part = gpus * quarter // 4 // step * step
         if not 0 < part < gpus:
             continue
         first, rest = everywhere[:part], everywhere[part:]
+        if job.backend == "deepspeed":
+            half = len(rest) // 2 // step * step if scored else 0
+            if rolls and (half or not scored):
+                apart = {name: rest[:half] if name in scored else rest[half:] for name in names}
+                out.append({**apart, "rollout": first})
+            continue
         if rolls:
             out.append({**dict.fromkeys(names, rest), "rollout": first})
         if readers and quarter < 3:
@@ -266,9 +282,18 @@ def _pool_placements(job: JobSpec, pools: Sequence[Pool]) -> list[dict[str, Plac
     ]
     for chosen in itertools.product(pools, repeat=len(names)):
         placement = {n: tuple(pool.devices) for n, pool in zip(names, chosen, strict=True)}
-        if placement not in out:
+        if placement not in out and (job.backend != "deepspeed" or _openrlhf_places(placement)):
             out.append(placement)
     return out
+
+
+def _openrlhf_places(placement: Mapping[str, Place]) -> bool:
+    """Whether OpenRLHF can: all models together, or only actor with ref and critic with reward."""
+    apart = dict(placement)
+    for name, other in (("ref", "actor"), ("reward", "critic")):
+        if name in apart and apart[name] == placement.get(other):
+            del apart[name]
+    return len({*placement.values()}) == 1 or len({*apart.values()}) == len(apart)
 
 
 def _placement_of(
@@ -313,6 +338,46 @@ def _choose_coupled(
             capacity_bytes,
         )
     return sorted(found, key=lambda f: f[0])[:_FINALISTS]
+
+
+class _Command(NamedTuple):
+    """What an OpenRLHF command sets: ZeRO stage and ring of all models, more of trained ones."""
+
+    sharding: str
+    ring: int
+    budget: int | None
+    recompute: str
+    sleeps: bool
+
+    @classmethod
+    def of(cls, one: Candidate) -> _Command:
+        lay, knobs = one.layout, one.knobs
+        return cls(
+            lay.sharding,
+            lay.cp,
+            knobs.token_budget_tokens,
+            knobs.recompute,
+            knobs.offload_optimizer,
+        )
+
+    def gives(self, name: str, one: Candidate) -> bool:
+        if name == "rollout":
+            return True
+        if name in ("actor", "critic"):
+            return _Command.of(one) == self
+        return (one.layout.sharding, one.layout.cp) == (self.sharding, self.ring)
+
+
+def _commands(
+    job: JobSpec, placement: Mapping[str, Place], actors: Iterable[Candidate]
+) -> Sequence[_Command | None]:
+    """The settings among which a DeepSpeed plan has to choose one; [None] for other engines."""
+    if job.backend != "deepspeed":
+        return [None]
+    # Awake on the same GPUs, actor and critic would update at the same time.
+    alternate = placement.get("critic") == placement["actor"] and not job.cpu_adam
+    found = dict.fromkeys(_Command.of(one) for one in actors)
+    return [command for command in found if command.sleeps or not alternate]
 
 
 def usable_sizes(gpus: int, per_node: int) -> list[int]:
@@ -393,7 +458,8 @@ def plan(
             else:
                 made, near[key] = unit_candidates(
                     job, units[name], count, pool.cluster, workload, calibration, allowed,
-                    rejected, capacity(pool), in_force=in_force, each_layout=name in coupled,
+                    rejected, capacity(pool), in_force=in_force,
+                    each_layout=name in coupled or job.backend == "deepspeed",
                     only=held.choices.get(key) if held else None,
                 )  # fmt: skip
             cache[key] = made
@@ -428,38 +494,27 @@ def plan(
         if any(len({placement[name] for name in group}) > 1 for group in groups):
             rejected("capability", "units that must share a layout on different GPUs", 0.0)
             continue
-        options = []
-        for place, names in parts.items():
-            choices = {name: candidates(name, place) for name in names}
-            inside = [group for group in groups if group <= set(names)]
-            most = capacity(pool_of(pools, place, ", ".join(names)))
-            options.append(
-                _choose_coupled(choices, inside, most)
-                if inside
-                else choose(list(choices.values()), most, _FINALISTS)
-            )
-        if not all(options):
-            continue
-        part_s = [found[0][0] for found in options]
-        bounds.append((_least_s(parts, part_s, fastest_rollout_s(placement)), placement))
-        for rank in range(max(len(o) for o in options)):
-            taken = [o[min(rank, len(o) - 1)] for o in options]
-            assignments: dict[ModelStage, Assignment] = {}
-            for (place, names), (_, chosen) in zip(parts.items(), taken, strict=True):
-                for name, one in zip(names, chosen, strict=True):
-                    moved = Assignment(one.layout, one.knobs, place)
-                    for stage in units.get(name, (S.ACTOR_GENERATE,)):
-                        assignments[stage] = moved
-            label = "colocated" if len(parts) == 1 else f"{len(parts)} parts"
-            size = len({d for place in parts for d in place})
-            rollout_s = sum(
-                one.cost.seconds
-                for names, (_, chosen) in zip(parts.values(), taken, strict=True)
-                for name, one in zip(names, chosen, strict=True)
-                if name == "rollout"
-            )
-            least = _least_s(parts, [seconds for seconds, _ in taken], rollout_s)
-            finalists.append((least, GlobalPlan(assignments, name=f"{label} {size}")))
+        for command in _commands(job, placement, candidates("actor", placement["actor"])):
+            options = []
+            for place, names in parts.items():
+                choices = {name: candidates(name, place) for name in names}
+                if command is not None:
+                    choices = {
+                        name: pareto(one for one in made if command.gives(name, one))
+                        for name, made in choices.items()
+                    }
+                inside = [group for group in groups if group <= set(names)]
+                most = capacity(pool_of(pools, place, ", ".join(names)))
+                options.append(
+                    _choose_coupled(choices, inside, most)
+                    if inside
+                    else choose(list(choices.values()), most, _FINALISTS)
+                )
+            if not all(options):
+                continue
+            part_s = [found[0][0] for found in options]
+            bounds.append((_least_s(parts, part_s, fastest_rollout_s(placement)), placement))
+            finalists += _combined(parts, options, units)
     if not finalists:
         raise SpecError(_nothing_fits(rejected, job, total))
     finalists.sort(key=lambda f: f[0])
@@ -501,6 +556,29 @@ def plan(
         sum(len(c) for c in cache.values()) + sum(rejected.count.values()),
         held or _shortlist(question, workload, near, close),
     )
+
+
+def _combined(
+    parts: Mapping[Place, Sequence[str]],
+    options: Sequence[Sequence[tuple[float, tuple[Candidate, ...]]]],
+    units: Mapping[str, tuple[ModelStage, ...]],
+) -> Iterator[tuple[float, GlobalPlan]]:
+    """The best of every part together, the second best, ...: least seconds, and the plan."""
+    for rank in range(max(len(o) for o in options)):
+        taken = [o[min(rank, len(o) - 1)] for o in options]
+        assignments: dict[ModelStage, Assignment] = {}
+        rollout_s = 0.0
+        for (place, names), (_, chosen) in zip(parts.items(), taken, strict=True):
+            for name, one in zip(names, chosen, strict=True):
+                moved = Assignment(one.layout, one.knobs, place)
+                for stage in units.get(name, (S.ACTOR_GENERATE,)):
+                    assignments[stage] = moved
+                if name == "rollout":
+                    rollout_s += one.cost.seconds
+        label = "colocated" if len(parts) == 1 else f"{len(parts)} parts"
+        size = len({d for place in parts for d in place})
+        least = _least_s(parts, [seconds for seconds, _ in taken], rollout_s)
+        yield least, GlobalPlan(assignments, name=f"{label} {size}")
 
 
 def _least_s(

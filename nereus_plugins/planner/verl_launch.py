@@ -149,6 +149,7 @@ def read(words: Sequence[str], model: str | None, critic: str | None) -> Launch:
         mini_batch_prompts=at.whole(f"{_ACTOR}.ppo_mini_batch_size", min(256, prompts)),
         prompt_tokens=at.whole("data.max_prompt_length", 512),
         response_tokens=at.whole("data.max_response_length", 512),
+        response_setting="data.max_response_length",
         settings=_settings(megatron, ppo),
     )
 

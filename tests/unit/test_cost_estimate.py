@@ -1,6 +1,8 @@
 """Whole jobs: users' reports answered rightly, placement, the command."""
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from nereus_plugins.cost.cli import main, read_model
 from nereus_plugins.cost.estimate import Estimate, batch_of, estimate
 from nereus_plugins.cost.explain import cluster_of, explanation
 from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.cost.rollout import cache_bytes_per_token
-from nereus_plugins.cost.shape import Shape
+from nereus_plugins.cost.shape import Shape, as_shape
 from nereus_plugins.spec import (
     Assignment,
     GlobalPlan,
@@ -112,10 +115,11 @@ def ppo_8b(response: int) -> Estimate:
     actor = read_model("llama3-8b")
     value = read_model("llama3-8b", value_head=True)
     job = JobSpec(
-        actor, algorithm="ppo", critic=value, reward=value, backend="deepspeed", packed=False
-    )
+        actor, algorithm="ppo", critic=value, reward=value, backend="deepspeed", packed=False,
+        cpu_adam=True, updates_together=True,
+    )  # fmt: skip
     train = Layout(dp=8, sharding="zero2")
-    knobs = Knobs(micro_batch=2, recompute="full", offload_optimizer=True)
+    knobs = Knobs(micro_batch=2, recompute="full")
     plan = GlobalPlan(
         {stage: Assignment(train, knobs) for stage in job.stages() if stage is not S.ACTOR_GENERATE}
         | {S.ACTOR_GENERATE: Assignment(Layout(dp=8), Knobs(rollout_memory_fraction=0.3))}
@@ -126,11 +130,41 @@ def ppo_8b(response: int) -> Estimate:
 
 
 def test_8b_ppo_runs_out_as_responses_grow() -> None:
-    growing = [ppo_8b(response).stages[S.ACTOR_TRAIN] for response in (128, 256, 512, 1024)]
+    growing = [ppo_8b(response).stages[S.ACTOR_TRAIN] for response in (128, 512, 1024, 2048)]
     peaks = [stage.reserved_bytes for stage in growing]
     assert peaks == sorted(peaks)
     assert growing[0].fits
+    # At 1024 nothing is left that a plan keeps free; the engine beside has no room at all.
+    assert peaks[2] > 0.94 * growing[2].capacity_bytes
+    assert not ppo_8b(1024).fits
     assert not growing[-1].fits
+
+
+def test_what_openrlhf_leaves_on_the_gpu() -> None:
+    """Asleep, a model's weights stay; a CPU optimizer takes gradients along; engines may stay."""
+    base = JobSpec(read_model("llama3-8b"), backend="deepspeed")
+    knobs = Knobs(micro_batch=2, recompute="full")
+
+    def beside(job: JobSpec, knobs: Knobs) -> Mapping[str, float]:
+        train = Assignment(Layout(dp=8, sharding="zero2"), knobs)
+        plan = GlobalPlan({
+            S.ACTOR_TRAIN: train, S.REF_LOGPROB: train,
+            S.ACTOR_GENERATE: Assignment(Layout(dp=8), Knobs(rollout_memory_fraction=0.3)),
+        })  # fmt: skip
+        workload = WorkloadSpec(128, LengthDistribution.fixed(512), LengthDistribution.fixed(512))
+        return estimate(job, plan, cluster_of("h100", 8), workload).stages[S.REF_LOGPROB].resting
+
+    weights = 2.0 * as_shape(base.actor).num_parameters()
+    state = 12.0 / 2.0 * weights / 8
+    awake = beside(base, knobs)["actor"]
+    asleep = beside(base, dataclasses.replace(knobs, offload_optimizer=True))["actor"]
+    assert awake == pytest.approx(weights + state + OUTSIDE_TORCH_BYTES)
+    assert asleep == pytest.approx(weights + OUTSIDE_TORCH_BYTES)
+    on_host = dataclasses.replace(base, cpu_adam=True)
+    assert beside(on_host, knobs)["actor"] == asleep
+    assert "rollout" not in beside(base, knobs)
+    held = beside(dataclasses.replace(base, engine_sleeps=False), knobs)["rollout"]
+    assert held == pytest.approx(0.3 * 80 * 2**30)
 
 
 def test_the_longest_micro_batch_decides_not_the_mean() -> None:

@@ -162,7 +162,7 @@ def test_offloaded_adam_costs_time_and_frees_memory() -> None:
     layout = Layout(dp=8, sharding="zero2")
     software = dataclasses.replace(MEGATRON, backend="deepspeed")
     here = case(layout=layout, software=software)
-    away = dataclasses.replace(here, knobs=Knobs(offload_optimizer=True))
+    away = dataclasses.replace(here, software=dataclasses.replace(software, cpu_adam=True))
     assert memory(away).part("optimizer") == 0
     assert step(away).part("optimizer") > 10 * step(here).part("optimizer")
 

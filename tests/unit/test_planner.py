@@ -16,6 +16,7 @@ from nereus_plugins.job import Capabilities, StageCapability
 from nereus_plugins.planner import plan
 from nereus_plugins.planner.candidates import Candidate, pareto
 from nereus_plugins.planner.cli import main
+from nereus_plugins.planner.flags import openrlhf_flags
 from nereus_plugins.planner.search import choose
 from nereus_plugins.spec import (
     Assignment,
@@ -215,6 +216,16 @@ def test_gpus_of_two_kinds_are_used_together() -> None:
     # The order in which pools are named changes nothing.
     again = plan(job, Pools((old, fast)), WORK)
     assert again.estimate.iteration_s == pytest.approx(both.estimate.iteration_s)
+
+
+def test_deepspeed_plans_on_two_kinds_are_openrlhf_commands() -> None:
+    value = read_model("qwen2.5-7b", value_head=True)
+    job = JobSpec(
+        read_model("qwen2.5-7b"), algorithm="ppo", critic=value, reward=value, backend="deepspeed"
+    )
+    found = plan(job, Pools((cluster_of("h100", 8), cluster_of("a100", 8))), WORK)
+    for one in (found.plan, *(other for other, _ in found.alternatives)):
+        assert any(flag.startswith("--vllm.num_engines") for flag in openrlhf_flags(one, job))
 
 
 def test_each_stage_is_held_to_its_own_gpus_memory() -> None:

@@ -1,6 +1,11 @@
 """Launch commands read and judged; plans written as flags and read back."""
 
+import ast
+import dataclasses
+import importlib.metadata
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +13,20 @@ import pytest
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
-from nereus_plugins.planner import plan
+from nereus_plugins.planner import openrlhf_launch, plan
 from nereus_plugins.planner.check import main
 from nereus_plugins.planner.flags import launch_flags, openrlhf_flags
 from nereus_plugins.planner.launch import read_launch, words_of_script
-from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError, WorkloadSpec
+from nereus_plugins.planner.openrlhf_launch import OLD_NAMES
+from nereus_plugins.planner.openrlhf_options import OPTIONS, VERSION
+from nereus_plugins.spec import (
+    Knobs,
+    Layout,
+    LengthDistribution,
+    ModelStage,
+    SpecError,
+    WorkloadSpec,
+)
 
 S = ModelStage
 
@@ -43,6 +57,26 @@ def check(
 ) -> tuple[int, dict]:
     status = main(["--gpu", gpu, "--json", *options, "--", *words])
     return status, json.loads(capsys.readouterr().out)
+
+
+def parser_options(source: str) -> frozenset[str]:
+    """The first argument of every `add_argument`, loops over names written out."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, bound: dict[str, str]) -> None:
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            assert isinstance(node.target, ast.Name)
+            for value in node.iter.elts:
+                for statement in node.body:
+                    visit(statement, {**bound, node.target.id: ast.literal_eval(value)})
+            return
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "parser.add_argument":
+            found.add(eval(ast.unparse(node.args[0]), dict(bound)).removeprefix("--"))
+        for child in ast.iter_child_nodes(node):
+            visit(child, bound)
+
+    visit(ast.parse(source), {})
+    return frozenset(found)
 
 
 SMALL = [
@@ -107,15 +141,15 @@ def test_8b_ppo_runs_out_as_responses_grow(capsys: pytest.CaptureFixture[str]) -
     status, out = check(capsys, "h100", openrlhf(1024))
     assert status == 1
     assert out["framework"] == "openrlhf"
-    changes = [word for change in out["changes"] for word in change["settings"]]
-    assert "--deepspeed_enable_sleep" in changes
-    asleep = openrlhf(1024, "--deepspeed_enable_sleep", "--ref_reward_offload")
-    status, out = check(capsys, "h100", asleep)
+    # Four models whole on every GPU: only sharding them helps, and what it says does.
+    assert all("--zero_stage 3" in change["settings"] for change in out["changes"])
+    sharded = openrlhf(1024, *" ".join(out["changes"][0]["settings"]).split())
+    status, out = check(capsys, "h100", sharded)
     assert status == 0
     until = out["longest_response_tokens"]
     assert 1024 < until < 100_000
-    assert check(capsys, "h100", [*asleep, "--generate_max_len", str(until)])[0] == 0
-    assert check(capsys, "h100", [*asleep, "--generate_max_len", str(until * 5 // 4)])[0] == 1
+    assert check(capsys, "h100", [*sharded, "--generate_max_len", str(until)])[0] == 0
+    assert check(capsys, "h100", [*sharded, "--generate_max_len", str(until * 5 // 4)])[0] == 1
 
 
 def test_the_text_says_what_and_until_when(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +158,57 @@ def test_the_text_says_what_and_until_when(capsys: pytest.CaptureFixture[str]) -
     assert "does NOT fit" in text
     assert "resting beside" in text or "largest part" in text
     assert "to make it fit" in text
+
+
+def today(*more: str) -> list[str]:
+    """A command in the names of 0.11."""
+    return [
+        "openrlhf.cli.train_ppo_ray", "--actor.model_name_or_path", "llama3-8b",
+        "--reward.model_name_or_path", "llama3-8b", "--vllm.num_engines", "8",
+        "--train.colocate_all", *more,
+    ]  # fmt: skip
+
+
+def test_openrlhfs_defaults() -> None:
+    launch = read_launch(today())
+    at = launch.plan.assignments
+    assert launch.job.algorithm == "ppo"
+    assert launch.job.updates_together
+    assert not launch.job.engine_sleeps
+    assert not launch.job.entropy
+    assert launch.job.software(S.ACTOR_TRAIN).grad_bytes == 2
+    assert at[S.ACTOR_TRAIN].layout == Layout(dp=8, sharding="zero2")
+    assert at[S.ACTOR_TRAIN].knobs == Knobs(micro_batch=1)
+    assert at[S.CRITIC_VALUES].knobs == Knobs(micro_batch=1)
+    assert at[S.REF_LOGPROB].layout == Layout(dp=8)
+    assert at[S.ACTOR_GENERATE].knobs.rollout_memory_fraction == 0.95
+    assert (launch.prompts, launch.samples, launch.mini_batch_prompts) == (1024, 1, 128)
+    assert launch.prompt_tokens + launch.response_tokens == 2048
+
+
+def test_openrlhfs_sleep_offload_ring_and_budgets() -> None:
+    launch = read_launch(
+        today(
+            "--ds.enable_sleep", "--vllm.enable_sleep", "--ref.offload", "--ds.ring_attn_size", "2",
+            "--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "32384",
+            "--data.max_len", "9216", "--rollout.max_new_tokens", "8192", "--actor.entropy_coef=0",
+        )
+    )  # fmt: skip
+    at = launch.plan.assignments
+    assert not launch.job.updates_together
+    assert launch.job.engine_sleeps
+    assert launch.job.entropy
+    assert launch.job.packed
+    assert at[S.ACTOR_TRAIN].layout == Layout(dp=4, cp=2, sharding="zero2")
+    assert at[S.ACTOR_TRAIN].knobs == Knobs(token_budget_tokens=16192, offload_optimizer=True)
+    assert at[S.CRITIC_VALUES].knobs.token_budget_tokens == 32384
+    # DeepSpeed offloads parameters under ZeRO-3 only, and never those of a model that trains.
+    assert not at[S.REF_LOGPROB].knobs.offload_params
+    assert not at[S.ACTOR_TRAIN].knobs.offload_params
+    assert (launch.prompt_tokens, launch.response_tokens) == (1024, 8192)
+    sharded = read_launch(today("--ref.offload", "--ds.zero_stage", "3")).plan.assignments
+    assert sharded[S.REF_LOGPROB].knobs.offload_params
+    assert not sharded[S.REWARD_SCORE].knobs.offload_params
 
 
 def test_openrlhf_placements() -> None:
@@ -157,6 +242,12 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
         (verl("Qwen/Qwen2.5-7B", *SMALL, "trainer.nnodes=two"), "not a whole number"),
         (["openrlhf.cli.train_ppo_ray", "--zero_stage", "3"], "--pretrain is missing"),
         (openrlhf(512, "--zero_stage", "1"), "--zero_stage 1"),
+        (today("--zero_stage", "3"), "--ds.zero_stage since OpenRLHF 0.10"),
+        (today("--ds.zero_stagee", "3"), "did you mean --ds.zero_stage"),
+        (today("--ds.lora.rank", "8"), "--ds.lora.rank: adapters"),
+        (today("--vllm.tensor_parallel_size=2"), "--vllm.num_engines .* = 16: under"),
+        (today("--ref.num_gpus_per_node", "4"), "ref on 4 GPUs cannot share those of actor"),
+        (today("--train.micro_batch_size", "3"), "must be a multiple of"),
     ],
 )
 def test_the_setting_at_fault_is_named(words: list[str], message: str) -> None:
@@ -181,17 +272,71 @@ def test_verl_overrides_read_back_as_the_plan(backend: str) -> None:
     assert again.plan.assignments[S.ACTOR_TRAIN] == found.assignments[S.ACTOR_TRAIN]
 
 
-def test_openrlhf_flags_read_back_as_the_plan() -> None:
+def ppo_job(**more: object) -> JobSpec:
     value = read_model("llama3-8b", value_head=True)
-    job = JobSpec(
-        read_model("llama3-8b"), algorithm="ppo", critic=value, reward=value, backend="deepspeed"
-    )
-    found = plan(job, cluster_of("h100", 16), WORK).plan
-    words = [w for flag in openrlhf_flags(found, job) for w in flag.split()]
-    base = ["--pretrain", "llama3-8b", "--reward_pretrain", "llama3-8b"]
-    again = read_launch([*base, *words]).plan
-    for stage in (S.ACTOR_TRAIN, S.ACTOR_GENERATE):
-        assert again.assignments[stage].layout == found.assignments[stage].layout
-        assert len(again.assignments[stage].devices) == len(found.assignments[stage].devices)
-    train, planned = again.assignments[S.ACTOR_TRAIN].knobs, found.assignments[S.ACTOR_TRAIN].knobs
-    assert train == planned
+    return JobSpec(
+        read_model("llama3-8b"), algorithm="ppo", critic=value, reward=value, backend="deepspeed",
+        entropy=False, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+LONG = WorkloadSpec(
+    256, LengthDistribution.fixed(512),
+    LengthDistribution.lognormal(9000, 0.4, max_tokens=24576), 5, 64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("work", [WORK, LONG])
+@pytest.mark.parametrize("gpus", [8, 16, 24])
+@pytest.mark.parametrize("cpu_adam", [False, True])
+def test_openrlhf_flags_read_back_as_the_plan(
+    gpus: int, cpu_adam: bool, work: WorkloadSpec
+) -> None:
+    """All plans found, the alternatives too, are placements and settings of one command."""
+    job = ppo_job(cpu_adam=cpu_adam)
+    made = plan(job, cluster_of("h100", gpus), work)
+    for found in (made.plan, *(other for other, _ in made.alternatives)):
+        words = [w for flag in openrlhf_flags(found, job) for w in flag.split()]
+        assert {w[2:] for w in words if w.startswith("--")} <= OPTIONS
+        base = ["--actor.model_name_or_path", "llama3-8b"]
+        base += ["--reward.model_name_or_path", "llama3-8b", "--train.batch_size", "320"]
+        again = read_launch([*base, *words])
+        assert (again.job.cpu_adam, again.job.packed) == (cpu_adam, True)
+        apart = (
+            found.assignments[S.ACTOR_TRAIN].devices != found.assignments[S.CRITIC_TRAIN].devices
+        )
+        assert again.job.updates_together <= apart
+        for stage in found.assignments:
+            got, wanted = again.plan.assignments[stage], found.assignments[stage]
+            assert len(got.devices) == len(wanted.devices)
+            assert (got.layout.tp, got.layout.cp, got.layout.dp) == (
+                wanted.layout.tp, wanted.layout.cp, wanted.layout.dp,
+            ), stage  # fmt: skip
+            assert (got.layout.sharding == "zero3") == (wanted.layout.sharding == "zero3")
+            if stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN):
+                sleeps = wanted.knobs.offload_optimizer or again.job.cpu_adam
+                assert dataclasses.replace(got.knobs, offload_optimizer=sleeps) == (
+                    dataclasses.replace(wanted.knobs, offload_optimizer=sleeps)
+                )
+            for other in found.assignments:
+                shared = wanted.devices == found.assignments[other].devices
+                assert (got.devices == again.plan.assignments[other].devices) == shared
+
+
+def test_openrlhf_has_the_options_that_are_read_and_written() -> None:
+    assert set(OLD_NAMES.values()) <= OPTIONS
+    source = Path(openrlhf_launch.__file__).read_text(encoding="utf-8")
+    read = set(re.findall(r'at\.\w+\(\s*"([a-z0-9_.]+)"', source))
+    assert {name for name in read if "." in name} <= OPTIONS
+    assert len(read) > 30
+
+
+def test_the_options_are_those_of_the_installed_release() -> None:
+    """Its parser's source, read without importing it: the import needs CUDA, Ray and vLLM."""
+    spec = importlib.util.find_spec("openrlhf")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("openrlhf is not installed here")
+    if importlib.metadata.version("openrlhf") != VERSION:
+        pytest.skip(f"openrlhf is not {VERSION}")
+    source = Path(spec.submodule_search_locations[0]) / "cli" / "train_ppo_ray.py"
+    assert parser_options(source.read_text(encoding="utf-8")) == OPTIONS
