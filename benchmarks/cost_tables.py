@@ -190,8 +190,9 @@ def _torchtitan(row: Inputs) -> Modelled:
     vpp = 1
     micro_batches, sequences = 1, local
     if pp > 1:
-        # torchtitan's default: one sequence a micro-batch; interleaved: two chunks a rank.
-        micro_batches, sequences = local, 1
+        # torchtitan's default: as many micro-batches as pipeline ranks
+        # (pipeline_parallel_microbatches); interleaved: two chunks a rank.
+        micro_batches, sequences = min(pp, local), max(1, local // pp)
         vpp = 2 if "interleaved" in techniques.lower() else 1
     layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, sequence_parallel=tp > 1, sharding="fsdp")
     gpu = _gpu("h100_96gb" if "96" in row["gpu"] else row["gpu"])

@@ -176,7 +176,13 @@ def _attention(case: Case, backward: bool) -> Seconds:
     compute /= case.gpu.clocks
     out = Seconds(attention=compute)
     m = case.shape.model
-    if cp > 1:
+    if cp > 1 and case.software.context_parallel == "gathered":
+        # Two bf16 tensors of as many heads as queries; backward gathers them again, and passes
+        # their fp32 gradients on in cp steps, one after each part of attention.
+        kv = 4.0 * batch.tokens * m.query_size / lay.tp
+        wire = collective_s(case.gpu, case.network, "all_gather", case.group("cp"), kv)
+        out.cp += max(0.0, wire - compute / cp) + (2.0 * wire if backward else 0.0)
+    elif cp > 1:
         # Keys and values go round the ring while attention runs; in backward their gradients too.
         kv = 4.0 * batch.tokens * (m.kv_size / lay.tp if case.shape.mla is None else m.query_size)
         wire = collective_s(case.gpu, case.network, "all_gather", case.group("cp"), kv)

@@ -152,7 +152,9 @@ def _working_bytes(case: Case, tokens: float, *, moe: bool) -> float:
     """Transient bytes in one layer's backward: gradients of its widest activations.
 
     The MLP's: gradient of the activation's output and of the up projection's output, beside the
-    gradient of the residual stream.
+    gradient of the residual stream. Sequence parallelism gathers: Megatron one input at a time;
+    compiled DTensors keep those of attention and MLP from recomputation on, the output's gradient,
+    and two partial gradients of the input until they are summed and scattered.
     """
     m, lay = case.shape.model, case.layout
     outside = tokens / (lay.tp if lay.sequence_parallel else 1)
@@ -162,7 +164,13 @@ def _working_bytes(case: Case, tokens: float, *, moe: bool) -> float:
         if not moe or case.shape.moe is None
         else case.shape.moe.expert_ffn_hidden_size * case.shape.moe.experts_per_token / lay.tp
     )
-    gathered = 2.0 * m.hidden_size * tokens if lay.sequence_parallel else 0.0
+    gathered = 2.0
+    if case.software.backend == "fsdp":
+        gathered = 3.0 * (1.0 if case.software.fp8 else 2.0) + 2 * 2.0
+    gathered *= m.hidden_size * tokens if lay.sequence_parallel else 0.0
+    if lay.cp > 1 and case.software.context_parallel == "gathered":
+        # Whole keys and values; fp32 gradients: of own queries, own and incoming keys and values.
+        gathered += (4.0 * lay.cp + 4.0 + 2 * 8.0) * tokens * m.query_size / lay.tp
     return 2.0 * (1.0 + up) * width * tokens + 2 * 2.0 * m.hidden_size * outside + gathered
 
 
@@ -305,6 +313,12 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
         logits += (2.0 * case.batch.micro_batches) * (
             case.tokens_here(case.batch.loss_tokens) * shape.model.vocab_size / lay.tp
         )
+    between = 0.0
+    if soft.backend == "fsdp" and lay.pp > 1 and case.trains:
+        # Receive buffers of all micro-batches, and what was sent, are kept for the whole step.
+        row = 2.0 * shape.model.hidden_size * tokens / (lay.tp if lay.sequence_parallel else 1)
+        kinds = (stage > 0) + 2 * (not last)
+        between = kinds * row * case.batch.micro_batches * lay.vpp
     working = _working_bytes(case, tokens, moe=moe)
     framework = 2.0 * case.gpu.cublas_workspace_bytes + 64 * 2**20
     kept_total = kept * in_flight
@@ -336,12 +350,13 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
             "loss",
             activations=(kept_total, formula),
             logits=(logits, f"{_LOGIT_PEAK[soft.loss]:g} bytes * tokens * vocabulary / tp"),
+            pipeline=(between, "received and sent, of all micro-batches"),
             communication=(gathered - one_layer * soft.param_bytes * (1 if gathered else 0),
                            gathered_formula),
         )
     )  # fmt: skip
     reducing = 0.0
-    if sharded_weights and not soft.lora_rank:
+    if lay.sharding in ("zero3", "fsdp", "hsdp") and not soft.lora_rank:
         # A layer's whole gradient, as computed and as reduced.
         reducing = one_layer * (soft.param_bytes + soft.reduce_bytes)
     again = 0.0
@@ -354,6 +369,7 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
             "backward",
             activations=(kept_total + again, formula + (", one layer again" if again else "")),
             working=(working, "gradients inside one layer"),
+            pipeline=(between, "received and sent, of all micro-batches"),
             communication=(gathered + reducing, gathered_formula + ", one layer's gradient"),
         )
     )

@@ -35,6 +35,10 @@ class Software:
         overlap_grad_reduce, overlap_param_gather: Megatron's overlap of data-parallel
             communication with compute.
         async_tp: tensor-parallel communication pipelined with the GEMMs around it.
+        context_parallel: "ring" (keys and values pass from rank to rank while attention runs, as
+            TransformerEngine) or "gathered" (torch's context_parallel as torchtitan uses it: heads
+            are repeated to the queries' number before, gathered while the first part of attention
+            runs, and their fp32 gradients passed on step by step).
         dispatch: of tokens to experts: "alltoall" (every copy) or "deepep" (one copy a node).
         expert_imbalance: tokens of the busiest expert-parallel rank over the mean; 1 where a
             benchmark forces balance.
@@ -63,6 +67,7 @@ class Software:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     async_tp: bool = False
+    context_parallel: str = "ring"
     dispatch: str = "alltoall"
     expert_imbalance: float = 1.0
     wgrad_accumulates: bool = True

@@ -68,6 +68,7 @@ def torchtitan(*, compiled: bool, fp8: bool, async_tp: bool) -> Software:
         param_bytes=1.0 if fp8 else 2.0,
         reduce_bytes=4.0,
         async_tp=async_tp,
+        context_parallel="gathered",
         wgrad_accumulates=False,
         host_forward_s=1.0e-3,
         host_backward_s=1.5e-3,

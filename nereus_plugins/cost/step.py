@@ -168,7 +168,10 @@ def _unshard(case: Case) -> tuple[float, str]:
                     params * soft.reduce_bytes / case.shard_ranks,
                 )
         ways = [(gather, time.forward.total)]
-        if case.trains:
+        if case.trains and lay.pp > 1:
+            # torch.distributed.pipelining reduces once all backwards are done, beside nothing.
+            total += count * reduce
+        elif case.trains:
             # FSDP copies into and out of flat buffers around each collective.
             again = 0.0 if once else gather
             ways.append((again + reduce, time.backward.total + time.recompute.total))

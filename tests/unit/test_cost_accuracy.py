@@ -78,13 +78,15 @@ def test_every_row_is_modelled_or_named(result: dict[str, Any]) -> None:
 
 
 def test_aims_on_groups_not_fitted(result: dict[str, Any]) -> None:
-    """The issue's aims that are reached; those that are not are stated on the page."""
+    """The aims for models of hidden size 2,048 and more."""
     large = result["overall"]["unfitted"]["hidden_ge_2048"]
     assert large["step_time"]["n"] > 100
     assert large["step_time"]["median"] <= 0.08
+    assert large["step_time"]["p90"] <= 0.20
     assert large["memory"]["allocated"]["median"] <= 0.03
     assert large["memory"]["allocated"]["p90"] <= 0.08
     assert large["memory"]["reserved"]["median"] <= 0.08
+    assert large["memory"]["reserved"]["p90"] <= 0.15
 
 
 def test_the_model_beats_one_constant_in_every_table(result: dict[str, Any]) -> None:

@@ -65,6 +65,37 @@ def test_full_recompute_trades_memory_for_time() -> None:
     assert memory(again).part("activations") < 0.3 * memory(plain).part("activations")
 
 
+def test_gathered_context_parallelism_pays_for_the_network_and_repeated_heads() -> None:
+    """torch's gathers as many heads as queries have, and passes fp32 gradients on."""
+    layout = Layout(tp=8, cp=4, dp=1, sequence_parallel=True, sharding="fsdp")
+    gathered = dataclasses.replace(FSDP, context_parallel="gathered")
+
+    def both(**changes: object) -> tuple[float, float]:
+        ring, whole = (
+            step(case(layout=layout, batch=Batch.uniform(1, 1, 32768), software=s, **changes))
+            for s in (FSDP, gathered)
+        )
+        return ring.part("cp_comm"), whole.part("cp_comm")
+
+    across, inside = both(), both(network=Network(gpus_per_node=32))
+    assert across[1] > 10 * across[0]
+    assert inside[1] < 0.5 * across[1]
+
+
+def test_fsdp_in_a_pipeline_keeps_what_it_received_and_reduces_beside_nothing() -> None:
+    layout = Layout(pp=4, dp=8, sharding="fsdp")
+    one = case(layout=layout, software=FSDP, knobs=Knobs(recompute="full"))
+    rows = 2.0 * one.shape.model.hidden_size * 4096
+    kept = [memory(one, stage).part("pipeline") for stage in range(4)]
+    # The first stage receives no activations, the last no gradients, and keeps logits instead.
+    assert kept == [2 * 8 * rows, 3 * 8 * rows, 3 * 8 * rows, 8 * rows]
+    # Whole fp32 gradients of the largest stage go over the network once, after the last backward.
+    params = max(sum(stage_params(one, stage)) for stage in range(4))
+    group = one.group("shard")
+    alone = collective_s(one.gpu, one.network, "reduce_scatter", group, 4.0 * params)
+    assert step(one).part("dp_comm") > 0.8 * alone
+
+
 def test_first_stages_hold_more_micro_batches() -> None:
     layout = Layout(tp=1, pp=4, dp=2, sharding="zero1")
     one = case(layout=layout)
