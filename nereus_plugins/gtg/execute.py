@@ -52,7 +52,7 @@ from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, TransportError
 from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables, transfer_backend
-from nereus_plugins.transport.torch_private import align_group_names
+from nereus_plugins.transport.torch_private import groups_named, name_groups_from
 from nereus_plugins.transport.torch_transport import TorchTransport
 
 # What an exchange may take on a device, in messages; the transport adds one for digests.
@@ -220,7 +220,6 @@ class RankTransition:
             self._attempt = attempt
             return attempt.report
         self._attempt = attempt
-        align_group_names(attempt.number)
         for index, (step, subject) in enumerate(_PROLOGUE):
             self._run(index, step, subject, list(attempt.target))
         schedule = attempt.schedule
@@ -550,10 +549,18 @@ class RankTransition:
         error: Exception | None,
         timeout_s: float | None = None,
     ) -> tuple[int, str] | None:
-        """(rank, reason) of the failure that all ranks name, or None if none failed."""
-        payload = "" if error is None else json.dumps([_is_echo(error), _reason(error)])
-        name = self._vote_name(attempt, label)
-        return _first_failure(self.control.vote(name, error is None, payload, timeout_s=timeout_s))
+        """(rank, reason) of the failure that all ranks name, or None if none failed.
+
+        Ranks that have formed different numbers of groups name them alike from here on.
+        """
+        said: dict[str, Any] = {"groups_named": groups_named()}
+        if error is not None:
+            said |= {"echo": _is_echo(error), "reason": _reason(error)}
+        votes = self.control.vote(
+            self._vote_name(attempt, label), error is None, json.dumps(said), timeout_s=timeout_s
+        )
+        name_groups_from(max(json.loads(vote.payload)["groups_named"] for vote in votes))
+        return _first_failure(votes)
 
     @staticmethod
     def _vote_name(attempt: _Attempt, label: str) -> str:
@@ -737,11 +744,11 @@ def _first_failure(votes: Sequence[Vote]) -> tuple[int, str] | None:
     if not against:
         return None
     first = min(against, key=lambda vote: (_said_echo(vote), vote.order))
-    return first.rank, json.loads(first.payload)[1]
+    return first.rank, json.loads(first.payload)["reason"]
 
 
 def _said_echo(vote: Vote) -> bool:
-    return not vote.ok and bool(json.loads(vote.payload)[0])
+    return not vote.ok and bool(json.loads(vote.payload)["echo"])
 
 
 def _is_echo(error: Exception) -> bool:

@@ -30,7 +30,7 @@ from nereus_plugins.emu.described.fsdp2 import (
     ensure_optimizer_state,
     load_scalars,
 )
-from nereus_plugins.selftest.groups import GroupSet, along
+from nereus_plugins.selftest.groups import LayoutGroups, along
 from nereus_plugins.spec import Layout
 
 SEQUENCE, SAMPLES = 12, 12  # tokens, samples of a global batch
@@ -103,7 +103,7 @@ class Fsdp2Built:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.active = dist.get_rank() < layout.world_size
-        self.groups = GroupSet(timeout_s=60)
+        self.groups = LayoutGroups(timeout_s=60)
         self.everyone: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None

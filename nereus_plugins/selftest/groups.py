@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from nereus_plugins.spec import Layout
-from nereus_plugins.transport.torch_private import set_timeout
+from nereus_plugins.transport.groups import GroupSet
 
-# Groups are formed when all ranks are known to be there: one that does not come has failed.
-_FORM_TIMEOUT = datetime.timedelta(seconds=10)
+# Groups are formed when all ranks are known to be there: one that does not come within half of
+# this has failed.
+_FORM_TIMEOUT_S = 20.0
 
 
-class GroupSet:
+class LayoutGroups(GroupSet):
     """Groups formed for one layout. Forming is collective over all ranks of the job.
 
     Args:
@@ -22,29 +23,25 @@ class GroupSet:
     """
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__()
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def form(self, rank_lists: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Form one group per list of global ranks; returns the one this rank is in, if any."""
         me, mine = dist.get_rank(), None
         for ranks in rank_lists:
             key = tuple(sorted(set(ranks)))
-            if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key), timeout=_FORM_TIMEOUT)
-                if me in key:
-                    set_timeout(self._groups[key], self._timeout)
+            if key not in self._by_ranks:
+                with self.collect(_FORM_TIMEOUT_S):
+                    self._by_ranks[key] = dist.new_group(list(key), timeout=self._timeout)
             if me in key:
-                mine = self._groups[key]
+                mine = self._by_ranks[key]
         return mine
 
     def destroy(self) -> None:
-        """Close every group this rank is in; waits for nobody."""
-        me = dist.get_rank()
-        for ranks, group in self._groups.items():
-            if me in ranks:
-                dist.destroy_process_group(group)
-        self._groups.clear()
+        self._by_ranks.clear()
+        super().destroy()
 
 
 def along(layout: Layout, *axes: str) -> list[list[int]]:

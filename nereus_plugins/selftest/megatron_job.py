@@ -40,7 +40,7 @@ from nereus_plugins.emu.described.megatron import (
     free_gradients,
     load_scalars,
 )
-from nereus_plugins.selftest.groups import GroupSet, along
+from nereus_plugins.selftest.groups import LayoutGroups, along
 from nereus_plugins.spec import Layout
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 16, 2, 4  # tokens, samples, micro-batches of all dp ranks
@@ -66,7 +66,7 @@ class MegatronBuilt:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.active = False
-        self.groups = GroupSet(timeout_s=60)
+        self.groups = LayoutGroups(timeout_s=60)
         self.collection = ProcessGroupCollection()
         self.everyone: dist.ProcessGroup | None = None
         self.chunk: Any = None

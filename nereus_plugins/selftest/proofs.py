@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nereus_plugins.emu.described import torch_private as private
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.gtg.execute import RankTransition, TransitionAborted, TransitionOptions
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
@@ -28,6 +27,7 @@ from nereus_plugins.selftest.compare import State, differences, whole_state
 from nereus_plugins.selftest.ranks import Bench
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
+from nereus_plugins.transport.groups import live_group_count
 from nereus_plugins.transport.metadata import gather_tables
 
 UNIT = "model"
@@ -426,5 +426,5 @@ def _measure(seconds: float, device: torch.device) -> _Usage:
         threads=len(os.listdir("/proc/self/task")),
         memory_mb=pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
         device_mb=on_device,
-        groups=private.live_group_count(),
+        groups=live_group_count(),
     )

@@ -51,7 +51,7 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
     from tests.dist import verl_engines as ve
 
     ve.on_cpu()
-    from nereus_verl.groups import registered_count
+    from nereus_plugins.transport.groups import live_group_count
 
     engines = {role: ve.build(kind, model, role, path[0]) for role in ("actor", "critic", "ref")}
     units = ve.make_units(kind, engines)
@@ -62,7 +62,7 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
             ve.train(engines[role], seed)
     start = ve.take(units)
     weights = {role: ve.exported(engines[role]) for role in engines}
-    groups = registered_count()
+    groups = live_group_count()
 
     for role in trained:
         ve.train(engines[role], 9)
@@ -80,7 +80,7 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
             moved = ve.exported(engines[role])
             assert moved.keys() == weights[role].keys()
             assert all(moved[key].equal(weights[role][key]) for key in moved), role
-        out["groups"].append(registered_count())
+        out["groups"].append(live_group_count())
         # There and back without a step: bitwise what never moved.
         ve.move(transition, path[0])
         for role in trained:
@@ -96,7 +96,7 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
             out["gradients"][f"{role} {layout}"] = _gradient_error(
                 ve.take(units)[role], never_moved[role], start[role]
             )
-    out["groups"].append(registered_count())
+    out["groups"].append(live_group_count())
     return out
 
 
@@ -139,7 +139,6 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
 
     ve.on_cpu()
     from nereus_verl import capabilities, worker
-    from nereus_verl.groups import align_names
 
     trained, roles = ("actor", "critic"), ("actor", "critic", "ref")
     engines = {role: ve.build(kind, model, role, path[0], offload=True) for role in roles}
@@ -194,7 +193,6 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
     _assert_same(ve.take(units), never_moved)
 
     ve.restore(units, start)
-    align_names(2)
     moved_to.clear()
     report = transition.prepare(targets, 2, predicted)
     transition.commit()
@@ -227,7 +225,7 @@ def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Lay
     from tests.dist import verl_engines as ve
 
     ve.on_cpu()
-    from nereus_verl.groups import align_names, registered_count
+    from nereus_plugins.transport.groups import live_group_count
 
     roles = ("actor", "critic")
     engines = {role: ve.build(kind, model, role, path[0]) for role in roles}
@@ -235,7 +233,7 @@ def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Lay
     transition = ve.make_transition(units)
     for role in roles:
         ve.train(engines[role], 0)
-    start, groups = ve.take(units), registered_count()
+    start, groups = ve.take(units), live_group_count()
     for role in roles:
         ve.train(engines[role], 9)
     never_moved = ve.take(units)
@@ -245,13 +243,12 @@ def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Lay
     with ve.without_memory_on(1, engines["actor"]), pytest.raises(TransitionAborted) as aborted:
         transition.prepare(dict.fromkeys(roles, path[1]), 1)
     spent_s = time.monotonic() - begin
-    assert registered_count() == groups
+    assert live_group_count() == groups
     for role in roles:
         ve.train(engines[role], 9)
     _assert_same(ve.take(units), never_moved)
     # The next attempt finds nothing in its way.
     transition.epoch = 1
-    align_names(2)
     ve.move(transition, path[1])
     return aborted.value.rank, aborted.value.phase, aborted.value.reason, spent_s
 

@@ -17,8 +17,8 @@ from nereus_plugins.emu.described.fsdp2 import describe_fsdp2, ensure_optimizer_
 from nereus_plugins.emu.described.torch_private import clear_sharding_cache
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
+from nereus_plugins.transport.groups import GroupSet
 from nereus_verl import memory, offload, rng, verl_private
-from nereus_verl.groups import GroupSet
 
 
 class BuiltFsdp:

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import utils as transformer_utils
 
 from nereus_plugins.spec import Layout
-from nereus_verl.groups import GroupSet
+from nereus_plugins.transport.groups import GroupSet
 
 Globals = dict[tuple[types.ModuleType, str], Any]
 

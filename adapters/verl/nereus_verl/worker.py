@@ -30,9 +30,9 @@ from nereus_plugins.gtg.execute import (
 )
 from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.control import Control
+from nereus_plugins.transport.groups import live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
 from nereus_verl import verl_private
-from nereus_verl.groups import align_names, registered_count
 
 if TYPE_CHECKING:
     from nereus_verl.megatron_unit import MegatronProcess
@@ -169,7 +169,6 @@ def prepare(
         layout as it was.
     """
     state: RankState = getattr(worker, STATE)
-    align_names(epoch)
     layouts = {name: Layout.from_dict(fields) for name, fields in targets.items()}
     if state.megatron is not None:
         state.megatron.step = step
@@ -196,7 +195,6 @@ def prepare(
                 }
         report = transition.prepare(layouts, epoch, predicted, build_bytes)
     except TransitionAborted as aborted:
-        align_names(epoch, aborted=True)
         return {"aborted": _abort_reason(aborted)}
     state.targets = {name: layouts[name] for name in report.units}
     return {"report": report.to_dict()}
@@ -323,7 +321,7 @@ def memory(worker: Any) -> dict[str, int]:
         "host_rss": psutil.Process().memory_info().rss,
         "allocated": 0,
         "reserved": 0,
-        "process_groups": registered_count(),
+        "process_groups": live_group_count(),
     }
     if torch.cuda.is_available():
         out["allocated"] = torch.cuda.max_memory_allocated()

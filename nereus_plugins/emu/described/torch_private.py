@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -43,8 +42,3 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
-
-
-def live_group_count() -> int:
-    """Process groups this process has formed and not destroyed."""
-    return len(c10d._world.pg_map)
