@@ -12,7 +12,7 @@ from nereus_plugins.transport.groups import GroupSet
 
 # Groups are formed when all ranks are known to be there: one that does not come within half of
 # this has failed.
-_FORM_TIMEOUT_S = 20.0
+_FORM_TIMEOUT_S = 60.0
 
 
 class LayoutGroups(GroupSet):
