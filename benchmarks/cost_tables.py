@@ -524,8 +524,6 @@ def _nemo_rl(row: Inputs) -> Modelled:
             "asynchronous: how GPUs are split between rollout and training is not in the table"
         )
     shape = _model(row["model"])
-    if shape.mla is not None:
-        raise NotModelled("whole jobs with multi-latent attention")
     gpu = "gb200" if "GB200" in row["system"].upper() else "h100"
     gpus, longest = row.integer("gpus"), row.integer("train_max_seq")
     tp, pp, cp = row.integer("train_tp", 1), row.integer("train_pp", 1), row.integer("train_cp", 1)

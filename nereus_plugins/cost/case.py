@@ -156,5 +156,20 @@ def _stage_layers(
     return tuple(out)
 
 
+@functools.lru_cache(maxsize=4096)
+def uneven_stages(layers: int, pp: int) -> tuple[int, int] | None:
+    """Layers of the first and last stage where `pp` does not divide `layers`; None if it does.
+
+    As Megatron can be told (`num_layers_in_first_pipeline_stage`, `..._last_...`): the stages
+    between are equal. They take the rounded-up share; the last, which has the output layer, the
+    fewest. None too where that leaves one of the two empty.
+    """
+    if layers % pp == 0:
+        return None
+    inner = -(-layers // pp)
+    rest = layers - inner * (pp - 2)
+    return (rest - rest // 2, rest // 2) if rest >= 2 else None
+
+
 def ceil_div(a: float, b: float) -> int:
     return math.ceil(a / b - 1e-9)

@@ -113,18 +113,13 @@ def _add_plan_options(p: argparse.ArgumentParser) -> None:
 
 
 def read_model(name: str, *, value_head: bool = False) -> ModelSpec:
-    """A shape by name, or from a config.json; models that only estimates know are refused."""
+    """A shape by name, or from a config.json."""
     if Path(name).exists():
         return ModelSpec.from_hf_config(name, value_head=value_head)
-    shape = find_model(name)
-    if shape.mla is not None:
-        raise SpecError(
-            f"model {name}: multi-latent attention is modelled for training steps only, not for "
-            "whole jobs; use a model with grouped-query attention"
-        )
+    model = find_model(name).model
     if not value_head:
-        return shape.model
-    return dataclasses.replace(shape.model, value_head=True, tied_embeddings=False)
+        return model
+    return dataclasses.replace(model, value_head=True, tied_embeddings=False)
 
 
 def _need(value: object, option: str) -> None:

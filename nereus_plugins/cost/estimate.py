@@ -24,19 +24,22 @@ from nereus_plugins.spec import (
     Knobs,
     Layout,
     LengthDistribution,
+    ModelSpec,
     ModelStage,
+    MoESpec,
     SpecError,
     WorkloadSpec,
 )
 
-from .case import Batch, Case
+from .case import Batch, Case, uneven_stages
 from .communication import Group, collective_s
 from .hardware import GPU, GPUS, Network, find_gpu
 from .job import JobSpec
 from .memory import OUTSIDE_TORCH_BYTES, Memory, memory, state_bytes
+from .models import as_shape
 from .pools import Pools, pool_of, pools_of
 from .rollout import ENGINE_BYTES, cache_bytes_per_token, engine_weight_bytes, rollout
-from .shape import Shape, as_shape
+from .shape import Shape
 from .step import Part, Step, step
 
 S = ModelStage
@@ -260,8 +263,12 @@ class _Context:
 
     def case(self, stage: ModelStage, *, trains: bool, sequences: float) -> Case:
         assignment = self.assignments[stage]
+        shape = self.shape(stage)
+        first, last = uneven_stages(shape.model.num_layers, assignment.layout.pp) or (None, None)
         return Case(
-            shape=self.shape(stage),
+            shape=shape,
+            first_stage_layers=first,
+            last_stage_layers=last,
             layout=assignment.layout,
             batch=batch_of(self.job, assignment, self.workload, sequences),
             gpu=self.gpu(stage),
@@ -305,7 +312,10 @@ def estimate(
         assignment = plan.assignments[stage]
         home[stage] = pool_of(pools, assignment.devices, str(stage)).cluster
         if stage is not S.ACTOR_GENERATE:
-            _check_layout(assignment, job, stage)
+            try:
+                check_layout(assignment.layout, job.model_of(stage))
+            except SpecError as error:
+                raise SpecError(f"{stage}: {error}") from None
 
     times: dict[ModelStage, tuple[Part, ...]] = {}
     peaks: dict[ModelStage, Memory | None] = {}
@@ -360,11 +370,18 @@ def estimate(
     return Estimate(stages, end)
 
 
-def _check_layout(assignment: Assignment, job: JobSpec, stage: ModelStage) -> None:
-    try:
-        assignment.layout.check(job.model_of(stage), None)
-    except SpecError as error:
-        raise SpecError(f"{stage}: {error}") from None
+def check_layout(layout: Layout, model: ModelSpec) -> None:
+    """`Layout.check`, but for pipeline stages that may be uneven where nothing is interleaved.
+
+    Raises: SpecError naming the first rule that is broken.
+    """
+    if layout.vpp == 1 and uneven_stages(model.num_layers, layout.pp) is not None:
+        model = dataclasses.replace(model, num_layers=layout.pp, moe=_shallow(model.moe))
+    layout.check(model)
+
+
+def _shallow(moe: MoESpec | None) -> MoESpec | None:
+    return None if moe is None else dataclasses.replace(moe, num_dense_layers=0)
 
 
 def _merged(steps: list[tuple[float, Step]], extra: list[Part]) -> tuple[Part, ...]:

@@ -6,7 +6,9 @@ but MPT, from mosaicml/llm-foundry's training configurations.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import re
 
 from nereus_plugins.spec import ModelSpec, MoESpec, SpecError
@@ -137,6 +139,22 @@ _ALIASES = {
     "deepseekv2": "deepseek-v2", "deepseek-671b": "deepseek-v3", "deepseek-236b": "deepseek-v2",
     "mixtral-8x7b-v0.1": "mixtral-8x7b", "mistral-7b-v0.3": "mistral-7b",
 }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def as_shape(model: ModelSpec) -> Shape:
+    """The sizes of a model of a job: with multi-latent attention where it is a model that ships so.
+
+    Jobs name models by `ModelSpec`, which has no such attention; a spec that says the sizes of a
+    shipped model, by its name, is that model. Jobs train no multi-token prediction.
+    """
+    known = MODELS.get(model.name)
+    if known is None or known.mla is None:
+        return Shape(model)
+    same = dataclasses.replace(
+        known.model, value_head=model.value_head, tied_embeddings=model.tied_embeddings
+    )
+    return dataclasses.replace(known, model=model, mtp_layers=0) if same == model else Shape(model)
 
 
 def _plain(name: str) -> str:

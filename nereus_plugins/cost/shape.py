@@ -162,7 +162,3 @@ class Shape:
         return dataclasses.replace(
             self, model=dataclasses.replace(model, num_layers=layers, moe=moe)
         )
-
-
-def as_shape(model: ModelSpec | Shape) -> Shape:
-    return model if isinstance(model, Shape) else Shape(model)

@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.estimate import (
     Calibration,
     Placed,
     UnitCost,
     away_knobs,
+    check_layout,
     rollout_cost,
     sequence_moments,
     unit_cost,
     unit_costs,
 )
 from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.cost.models import as_shape
+from nereus_plugins.cost.rollout import engine_weight_bytes
 from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
@@ -57,12 +61,18 @@ def _powers(limit: int) -> Iterator[int]:
 
 
 def layouts(
-    job: JobSpec, model: ModelSpec, gpus: int, gpus_per_node: int, longest: float
+    job: JobSpec,
+    model: ModelSpec,
+    gpus: int,
+    gpus_per_node: int,
+    longest: float,
+    *,
+    uneven: bool = True,
 ) -> Iterator[Layout]:
     """Layouts of a training-engine unit on all of `gpus` ranks that divide the model.
 
     Tensor parallelism stays inside a node. Sequences are cut over ranks (cp, ulysses) only where
-    they are longer than `SPLIT_TOKENS`.
+    they are longer than `SPLIT_TOKENS`. `uneven`: also pipeline stages of unequal size.
     """
     splits = list(_powers(8)) if longest > SPLIT_TOKENS else [1]
     if job.backend != "megatron":
@@ -87,7 +97,10 @@ def layouts(
     for tp in _powers(min(gpus, gpus_per_node)):
         for pp in range(1, min(gpus // tp, model.num_layers, 16) + 1):
             for cp in splits:
-                if gpus % (tp * pp * cp) or model.num_layers % pp:
+                if gpus % (tp * pp * cp):
+                    continue
+                whole = model.num_layers % pp == 0
+                if not whole and not (uneven and uneven_stages(model.num_layers, pp)):
                     continue
                 dp = gpus // (tp * pp * cp)
                 experts = [1]
@@ -95,7 +108,7 @@ def layouts(
                     experts = [e for e in _powers(64) if (tp * cp * dp) % e == 0]
                 for ep in experts:
                     for vpp in (1, 2) if pp > 1 else (1,):
-                        if model.num_layers % (pp * vpp) == 0:
+                        if vpp == 1 or model.num_layers % (pp * vpp) == 0:
                             yield Layout(
                                 tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, vpp=vpp,
                                 sequence_parallel=tp > 1, sharding="zero1",
@@ -140,6 +153,7 @@ def unit_candidates(
     capacity_bytes: float,
     *,
     in_force: Assignment | None = None,
+    uneven: bool = True,
     only: frozenset[Choice] | None = None,
     each_layout: bool = False,
 ) -> tuple[list[Candidate], frozenset[Choice]]:
@@ -148,6 +162,8 @@ def unit_candidates(
     Returns them, and the choices worth costing again when the workload's lengths move.
 
     Args:
+        uneven: whether pipeline stages may differ in size. No running job can be taken there, since
+            a transition has no layout that says so: only plans to launch may.
         in_force: its layout and knobs are choices as well.
         only: cost just these, as an earlier call returned them.
         each_layout: keep the best of every layout, for units that must share one; of DeepSpeed
@@ -162,7 +178,7 @@ def unit_candidates(
     if only is not None:
         known = sorted({layout for layout, _ in only}, key=str)
     else:
-        known = list(layouts(job, model, gpus, cluster.gpus_per_node, longest))
+        known = list(layouts(job, model, gpus, cluster.gpus_per_node, longest, uneven=uneven))
         if in_force is not None and in_force.layout.world_size == gpus:
             known.append(in_force.layout)
 
@@ -176,7 +192,7 @@ def unit_candidates(
 
     for layout in dict.fromkeys(known):
         try:
-            layout.check(model)
+            check_layout(layout, model)
         except SpecError as error:
             reject("divisibility", str(error), 0.0)
             continue
@@ -244,7 +260,8 @@ def rollout_candidates(
     allowed: Callable[[Layout, Knobs], bool],
     in_force: Assignment | None = None,
 ) -> list[Candidate]:
-    """Engine replicas of tp ranks inside a node (or two), and their share of memory."""
+    """Engine replicas of tp ranks inside a node or two, more where weights need it, and their share
+    of memory."""
     made = []
     heads = job.actor.num_attention_heads
 
@@ -256,7 +273,11 @@ def rollout_candidates(
             made.append(Candidate(layout, knobs, found))
         return found
 
-    for tp in _powers(min(gpus, 2 * cluster.gpus_per_node)):
+    widest = 2 * cluster.gpus_per_node
+    weights = engine_weight_bytes(as_shape(job.actor), Layout())
+    while weights / widest > max(ROLLOUT_FRACTIONS) * cluster.gpu.memory_bytes:
+        widest *= 2
+    for tp in _powers(min(gpus, widest)):
         if gpus % tp or heads % tp:
             continue
         for fraction in ROLLOUT_FRACTIONS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.spec import Assignment, GlobalPlan, ModelStage, SpecError
 
@@ -14,16 +15,16 @@ def launch_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
     """verl overrides, or OpenRLHF flags for DeepSpeed."""
     if job.backend == "deepspeed":
         return openrlhf_flags(chosen, job)
-    return verl_overrides(chosen, job.backend)
+    return verl_overrides(chosen, job)
 
 
-def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
+def verl_overrides(chosen: GlobalPlan, job: JobSpec) -> list[str]:
     """The plan as overrides of verl's PPO trainer.
 
     verl's own trainer runs all models on all GPUs; other placements need its pools configured.
     """
     out = [
-        f"actor_rollout_ref.actor.strategy={backend}",
+        f"actor_rollout_ref.actor.strategy={job.backend}",
         f"{_ACTOR}.use_dynamic_bsz=True",
     ]
     for section, stage in (
@@ -32,7 +33,8 @@ def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
         ("actor_rollout_ref.ref", S.REF_LOGPROB),
     ):
         if stage in chosen.assignments:
-            out += _verl_section(section, chosen.assignments[stage], backend)
+            layers = job.model_of(stage).num_layers
+            out += _verl_section(section, chosen.assignments[stage], job.backend, layers)
     rollout = chosen.assignments.get(S.ACTOR_GENERATE)
     if rollout is not None:
         out += [
@@ -42,7 +44,7 @@ def verl_overrides(chosen: GlobalPlan, backend: str) -> list[str]:
     return out
 
 
-def _verl_section(section: str, assignment: Assignment, backend: str) -> list[str]:
+def _verl_section(section: str, assignment: Assignment, backend: str, layers: int) -> list[str]:
     lay, knobs = assignment.layout, assignment.knobs
     trains = section in (_ACTOR, "critic")
     budget = "ppo_max_token_len_per_gpu" if trains else "log_prob_max_token_len_per_gpu"
@@ -64,10 +66,14 @@ def _verl_section(section: str, assignment: Assignment, backend: str) -> list[st
             f"{engine}.virtual_pipeline_model_parallel_size={lay.vpp if lay.vpp > 1 else 'null'}",
             f"{engine}.param_offload={knobs.offload_params}",
         ]
+        transformer = f"+{engine}.override_transformer_config"
+        uneven = uneven_stages(layers, lay.pp)
+        if uneven is not None:
+            for place, count in zip(("first", "last"), uneven, strict=True):
+                out.append(f"{transformer}.num_layers_in_{place}_pipeline_stage={count}")
         if trains:
             out.append(f"{engine}.optimizer_offload={knobs.offload_optimizer}")
             if knobs.recompute != "none":
-                transformer = f"+{engine}.override_transformer_config"
                 out.append(f"{transformer}.recompute_granularity={knobs.recompute}")
                 if knobs.recompute == "full":
                     out.append(f"{transformer}.recompute_method=uniform")

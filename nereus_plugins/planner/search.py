@@ -25,8 +25,8 @@ from nereus_plugins.cost.estimate import (
 )
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.models import as_shape
 from nereus_plugins.cost.pools import Pool, Pools, pool_of, pools_of
-from nereus_plugins.cost.shape import as_shape
 from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
@@ -460,7 +460,7 @@ def plan(
                     job, units[name], count, pool.cluster, workload, calibration, allowed,
                     rejected, capacity(pool), in_force=in_force,
                     each_layout=name in coupled or job.backend == "deepspeed",
-                    only=held.choices.get(key) if held else None,
+                    only=held.choices.get(key) if held else None, uneven=current is None,
                 )  # fmt: skip
             cache[key] = made
         return cache[key]

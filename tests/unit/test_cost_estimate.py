@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 import nereus_plugins
+from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import main, read_model
-from nereus_plugins.cost.estimate import Estimate, batch_of, estimate
+from nereus_plugins.cost.estimate import Estimate, Placed, batch_of, estimate, unit_costs
 from nereus_plugins.cost.explain import cluster_of, explanation
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.models import as_shape
 from nereus_plugins.cost.rollout import cache_bytes_per_token
-from nereus_plugins.cost.shape import Shape, as_shape
+from nereus_plugins.cost.shape import Shape
 from nereus_plugins.spec import (
     Assignment,
     GlobalPlan,
@@ -165,6 +167,53 @@ def test_what_openrlhf_leaves_on_the_gpu() -> None:
     assert "rollout" not in beside(base, knobs)
     held = beside(dataclasses.replace(base, engine_sleeps=False), knobs)["rollout"]
     assert held == pytest.approx(0.3 * 80 * 2**30)
+
+
+def test_jobs_know_the_attention_of_models_that_ship() -> None:
+    """Multi-latent attention: one latent of cache a token, whatever tensor parallelism."""
+    shape = as_shape(read_model("deepseek-v3"))
+    assert shape.mla is not None
+    assert shape.mtp_layers == 0
+    assert cache_bytes_per_token(shape, Layout(tp=8)) == 2 * 61 * (512 + 64)
+    assert as_shape(read_model("deepseek-v3", value_head=True)).mla == shape.mla
+    other = dataclasses.replace(read_model("deepseek-v3"), hidden_size=4096)
+    assert as_shape(other).mla is None
+
+
+def test_uneven_stages_are_estimated_as_megatron_cuts_them() -> None:
+    assert uneven_stages(61, 4) == (15, 14)
+    assert uneven_stages(28, 3) == (9, 9)
+    assert uneven_stages(7, 2) == (4, 3)
+    assert uneven_stages(28, 4) is None
+    assert uneven_stages(9, 7) is None
+    job = JobSpec(read_model("qwen2.5-7b"), algorithm="sft", reference=False, backend="megatron")
+
+    def train(pp: int, vpp: int = 1) -> Estimate:
+        layout = Layout(pp=pp, dp=12 // pp, vpp=vpp, sharding="zero1")
+        plan = GlobalPlan({S.ACTOR_TRAIN: Assignment(layout, Knobs(token_budget_tokens=4096))})
+        work = WorkloadSpec(256, lengths(500, 2048), lengths(500, 2048))
+        return estimate(job, plan, cluster_of("h100", 12, 4), work)
+
+    two, three, four = (train(pp).iteration_s for pp in (2, 3, 4))
+    assert 0.8 < three / (0.5 * (two + four)) < 1.2
+    with pytest.raises(SpecError, match="layers = 28"):
+        train(3, vpp=2)
+
+
+def test_selective_recompute_saves_nothing_under_flash_attention() -> None:
+    """Why the planner does not try it: attention's output is kept for the product after it."""
+    job = JobSpec(read_model("qwen2.5-7b"), backend="megatron", reference=False)
+    stages = (S.ACTOR_TRAIN,)
+    work = WorkloadSpec(256, lengths(500, 2048), lengths(500, 2048))
+    none, selective = (
+        unit_costs(
+            job, stages, Placed(Layout(tp=2, dp=4, sequence_parallel=True, sharding="zero1"),
+            Knobs(token_budget_tokens=8192, recompute=kind)), cluster_of("h100", 8), work,
+        )[0]
+        for kind in ("none", "selective")
+    )  # fmt: skip
+    assert selective.seconds > none.seconds
+    assert selective.peak_bytes == none.peak_bytes
 
 
 def test_the_longest_micro_batch_decides_not_the_mean() -> None:
@@ -320,7 +369,7 @@ def test_the_command_says_when_it_does_not_fit(capsys: pytest.CaptureFixture[str
         (["--gpu", "h100", "--gpus", "8"], "--model is required"),
         (["--model", "qwen2.5-7b", "--gpu", "h101", "--gpus", "8"], "h101"),
         ([*COMMAND, "--tp", "3"], "--tp"),
-        (["--model", "deepseek-v3", "--gpu", "h100", "--gpus", "8"], "latent"),
+        (["--model", "deepseek-v9", "--gpu", "h100", "--gpus", "8"], "nearest: deepseek"),
     ],
 )
 def test_the_command_names_the_setting_at_fault(

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.estimate import UnitCost, estimate
 from nereus_plugins.cost.explain import cluster_of
@@ -14,9 +15,9 @@ from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.pools import Pools
 from nereus_plugins.job import Capabilities, StageCapability
 from nereus_plugins.planner import plan
-from nereus_plugins.planner.candidates import Candidate, pareto
-from nereus_plugins.planner.cli import main
-from nereus_plugins.planner.flags import openrlhf_flags
+from nereus_plugins.planner.candidates import Candidate, layouts, pareto
+from nereus_plugins.planner.cli import limits_of, main
+from nereus_plugins.planner.flags import launch_flags, openrlhf_flags
 from nereus_plugins.planner.search import choose
 from nereus_plugins.spec import (
     Assignment,
@@ -252,6 +253,33 @@ def test_the_command_takes_gpus_of_another_kind(capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["estimate"]["fits"]
     assert main([*COMMAND, "--also", "a100"]) == 2
     assert "NAME:COUNT" in capsys.readouterr().err
+
+
+def test_deepseek_v3_is_planned_with_uneven_stages_before_launch_only() -> None:
+    job = JobSpec(read_model("deepseek-v3"), backend="megatron", reference=False)
+    cluster = cluster_of("h200", 256)
+    found = plan(job, cluster, WORK, capabilities=limits_of(job))
+    layout = found.plan.assignments[S.ACTOR_TRAIN].layout
+    assert layout.pp > 1
+    # 61 layers are prime: every pipeline is uneven, and verl has to be told.
+    first, last = uneven_stages(61, layout.pp) or (0, 0)
+    assert (61 - first - last) % max(1, layout.pp - 2) == 0
+    text = "\n".join(launch_flags(found.plan, job))
+    assert f"num_layers_in_first_pipeline_stage={first}" in text
+    assert f"num_layers_in_last_pipeline_stage={last}" in text
+
+    # A transition has no layout that says how uneven stages are cut.
+    small = JobSpec(read_model("qwen2.5-1.5b"), backend="megatron", reference=False)
+    six = cluster_of("h100", 6)
+    launched = {layout.pp for layout in layouts(small, small.actor, 6, 8, 0.0)}
+    running = {layout.pp for layout in layouts(small, small.actor, 6, 8, 0.0, uneven=False)}
+    assert 3 in launched - running
+    current = plan(small, six, WORK).plan
+    again = plan(small, six, WORK, current=GlobalPlan(
+        {**current.assignments, S.ACTOR_TRAIN: Assignment(
+            Layout(dp=6, sharding="zero1"), current.assignments[S.ACTOR_TRAIN].knobs)}
+    ), horizon_steps=10**6)  # fmt: skip
+    assert again.plan.assignments[S.ACTOR_TRAIN].layout.pp != 3
 
 
 def test_verls_megatron_models_share_a_layout_unless_told(
