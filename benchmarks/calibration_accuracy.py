@@ -6,8 +6,8 @@ For each stage of each run, every step is predicted before it is observed. Two q
 
 - stage: the tokens of the step are known (training stages start when generation has ended; for
   generation itself this is an oracle of the lengths, and the same for all three predictors);
-- step: nothing of the step is known; lengths are taken to stay as they were (all predictors), the
-  calibrated one filters the tokens of past steps the same way.
+- step: nothing of the step is known. Both naive predictors are the same then; the calibrated one
+  (`NextStep`) guesses tokens from their level and trend, and weighs itself against the last step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from nereus_plugins.cost.calibration import Filter
+from nereus_plugins.cost.calibration import Filter, NextStep
 
 SHIPPED = Path(__file__).resolve().parent / "data" / "rl_steps" / "verl_gpg_qwen2-7b_per_step.csv"
 STAGES = {
@@ -37,17 +37,15 @@ JUMP = (156, 180)
 
 def errors(rows: list[dict[str, str]], column: str, *, known: bool) -> list[dict[str, float]]:
     """Absolute relative errors of each predictor, step by step after the warm-up."""
-    learned = Filter()
+    learned, blind = Filter(), NextStep()
     out: list[dict[str, float]] = []
     before: tuple[float, float] | None = None
-    lengths = Filter()  # tokens of the next step, as a level that drifts
     for row in rows:
         seconds, tokens = float(row[column]), float(row[TOKENS])
         if before is not None:
             last_s, last_tokens = before
-            expected = tokens if known else lengths.predict(1.0)[0]
             predictions = {
-                "calibrated": learned.predict(expected)[0],
+                "calibrated": learned.predict(tokens)[0] if known else blind.predict(),
                 "same_as_last": last_s,
                 "last_per_token": last_s / last_tokens * (tokens if known else last_tokens),
             }
@@ -55,7 +53,7 @@ def errors(rows: list[dict[str, str]], column: str, *, known: bool) -> list[dict
             out.append({"step": float(row["step"]), **one})
         learned.observe(tokens, seconds)
         before = seconds, tokens
-        lengths.observe(1.0, tokens)
+        blind.observe(tokens, seconds)
     return out[WARM_UP:]
 
 

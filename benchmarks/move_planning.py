@@ -22,22 +22,14 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from nereus_plugins.cost.models import find_model
 from nereus_plugins.emu.moves import MovePlanner, MoveTable, plan_moves
 from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.tiling import check_tiling
-from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
+from nereus_plugins.spec import Layout, OptimizerSpec
 
-# The shapes of Llama 3.1 8B.
-MODEL = ModelSpec(
-    name="8B",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_kv_heads=8,
-    vocab_size=128256,
-)
+MODEL = find_model("llama3-8b").model
 SOURCE = Layout(tp=8, pp=4, dp=32, sharding="zero1")
 TARGET = Layout(tp=4, pp=2, dp=128, sharding="zero1")
 GPUS_PER_NODE = 8

@@ -176,6 +176,68 @@ class Filter:
         )
 
 
+# Of a new step's work, how much its level and its trend take over; and of a new error, its memory.
+WORK_GAIN, TREND_GAIN = 0.8, 0.2
+_ERROR_GAIN = 0.1
+_LARGEST_ERROR = 0.3
+
+
+@dataclasses.dataclass
+class NextStep:
+    """Seconds of the next step when its work (lengths, tokens) is not known yet.
+
+    Two forecasts are combined: the filter's, of the work that level and trend of past work point
+    to, and the last step's seconds, which know what tokens do not tell (the longest response). Each
+    counts by the inverse square of its recent error; a last step that was an outlier does not.
+
+    Attributes:
+        known: seconds by work.
+        work, trend: level and growth a step of the work; level 0 before anything was seen.
+        last_s: seconds of the last step, 0 where it was an outlier.
+        errors: recent relative error of both forecasts.
+    """
+
+    known: Filter = dataclasses.field(default_factory=Filter)
+    work: float = 0.0
+    trend: float = 0.0
+    last_s: float = 0.0
+    errors: tuple[float, float] = (NOISE, NOISE)
+
+    def predict(self) -> float:
+        """Raises ValueError: no step was observed."""
+        if not self.work:
+            raise ValueError("nothing was observed yet: there is no work to predict from")
+        forecast = self._forecast_s()
+        if not self.last_s:
+            return forecast
+        mine, last = (1.0 / max(error, 1e-4) ** 2 for error in self.errors)
+        return (mine * forecast + last * self.last_s) / (mine + last)
+
+    def _forecast_s(self) -> float:
+        return self.known.predict(max(0.1 * self.work, self.work + self.trend))[0]
+
+    def observe(self, work: float, measured_s: float) -> None:
+        """Learn from one finished step. Raises ValueError: a value that is not positive."""
+        forecast, last = (self._forecast_s() if self.work else 0.0), self.last_s
+        outlier = self.known.observe(work, measured_s)
+        if not self.work:
+            self.work = work
+        else:
+            expected = self.work + self.trend
+            self.work = expected + WORK_GAIN * (work - expected)
+            self.trend += TREND_GAIN * (work - expected)
+            if last and not outlier:
+                self.errors = (
+                    self._error(0, forecast / measured_s),
+                    self._error(1, last / measured_s),
+                )
+        self.last_s = 0.0 if outlier else measured_s
+
+    def _error(self, index: int, ratio: float) -> float:
+        new = min(_LARGEST_ERROR, abs(ratio - 1.0))
+        return self.errors[index] + _ERROR_GAIN * (new - self.errors[index])
+
+
 def layout_distance(a: Layout, b: Layout) -> float:
     """How far two layouts are apart: doublings of each dimension, and 2 where state is sharded
     in another way."""

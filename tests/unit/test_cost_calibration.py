@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nereus_plugins.cost.calibrate import main, measured_seconds, read_log
-from nereus_plugins.cost.calibration import Calibration, Filter, layout_distance
+from nereus_plugins.cost.calibration import Calibration, Filter, NextStep, layout_distance
 from nereus_plugins.cost.cli import main as estimate_main
 from nereus_plugins.spec import Assignment, Layout, ModelStage, SpecError
 
@@ -171,6 +171,31 @@ def test_one_step_ahead_beats_both_naive_predictors(benchmark: Any) -> None:
                 assert values["calibrated"]["median"] < best, (name, stage, part)
     train = result["verl_gpg_qwen2-7b_math_fsdp"]["stage"]["update_actor"]
     assert train["all"]["calibrated"]["mean"] < 0.5 * train["all"]["same_as_last"]["mean"]
+
+
+def test_one_step_ahead_without_knowing_the_lengths(benchmark: Any) -> None:
+    """Median error of every stage of both runs; in the jump in length nobody knows, the mean."""
+    result = benchmark.run(benchmark.SHIPPED)
+    for name, questions in result.items():
+        for stage, parts in questions["step"].items():
+            everything = parts["all"]
+            assert everything["calibrated"]["median"] < everything["same_as_last"]["median"], (
+                name, stage,
+            )  # fmt: skip
+            if "length_jump" in parts:
+                jump = parts["length_jump"]
+                assert jump["calibrated"]["mean"] < jump["same_as_last"]["mean"], (name, stage)
+
+
+def test_the_next_steps_work_follows_its_trend_and_no_stall() -> None:
+    with pytest.raises(ValueError, match="nothing was observed"):
+        NextStep().predict()
+    blind = NextStep()
+    for step in range(40):
+        blind.observe(1000.0 + 20.0 * step, 10.0 + 0.2 * step)
+    assert blind.predict() == pytest.approx(10.0 + 0.2 * 40, rel=0.01)
+    blind.observe(1800.0, 20000.0)
+    assert blind.predict() < 25.0
 
 
 LOG = """\

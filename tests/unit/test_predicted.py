@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from nereus_plugins.cost.models import find_model
 from nereus_plugins.emu.feasibility import (
     DoesNotFit,
     bytes_by_rank,
@@ -54,15 +55,7 @@ DENSE_FIRST = ModelSpec.from_dict(
     {**MOE.to_dict(), "moe": {**MOE.moe.to_dict(), "num_dense_layers": 1}}  # type: ignore[union-attr]
 )
 MODELS = [SMALL, TIED, CRITIC, LAYERNORM, MOE, DENSE_FIRST]
-LLAMA_8B = ModelSpec(
-    name="llama-3-8b-like",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_kv_heads=8,
-    vocab_size=128256,
-)
+LLAMA_8B = find_model("llama3-8b").model
 
 
 def kinds(table: ShardTable) -> set[str]:
