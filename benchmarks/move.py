@@ -8,19 +8,19 @@ bytes. Two cases:
 
 - strided: Megatron with its distributed optimizer, TP2 PP1 DP2 to TP1 PP2 DP2; what row-parallel
   weights bring is scattered over the target's rows, so it must be unpacked;
-- contiguous: FSDP2 over four ranks to HSDP in shards of two; every box is
-  contiguous at both ends.
+- contiguous: FSDP2 over four ranks to HSDP in shards of two; every box is contiguous at both ends.
 
 Compared, in turn in every repetition:
 
-- bare: the same bytes between the same ranks, one preallocated and warmed message for each pair;
+- bare: the same bytes between the same ranks, one preallocated and warmed message for each pair,
+  as torch.distributed sends it over gloo; the transport goes through shared memory on one host;
 - data phase without checksums: `TorchTransport.exchange` on a fresh group with fresh staging;
 - data phase with checksums: `exchange` and `verify`;
 - checkpoint: `torch.distributed.checkpoint` save in the old layout and load in the new through
   /dev/shm, at the fastest of the settings tried (fewer repetitions).
 
-The whole transition is group, metadata, planning, data and verification. A time is that of the
-slowest rank; ratios are medians over repetitions of ratios within one repetition. The `cpu_`
+The whole transition is group, metadata, planning, transport, data and verification. A time is that
+of the slowest rank; ratios are medians over repetitions of ratios within one repetition. The `cpu_`
 figures compare the CPU time of all ranks (gloo's threads and the kernel included): on a machine
 whose cores are shared with other work they say more than wall time does.
 """
@@ -277,8 +277,10 @@ class Rank:
         parts = {"group": time.perf_counter() - start}
         moves, planning = self.plan(group)
         parts |= planning
-        before = self.slowest(time.perf_counter() - start)
+        opened = time.perf_counter()
         transport = TorchTransport(group, checksum=checksum, staging_bytes=staging_bytes)
+        parts["transport"] = time.perf_counter() - opened
+        before = self.slowest(time.perf_counter() - start)
 
         def work() -> None:
             report = transport.exchange(moves, self.source, self.target)

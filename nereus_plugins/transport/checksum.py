@@ -1,6 +1,6 @@
 """A digest of bytes: the same on every device, sensitive to position, near memory speed.
 
-Bytes are read as little-endian int64 words, zero-padded, in blocks of 256 rows of 256 words. All
+Bytes are read as little-endian int64 words, zero-padded, in blocks of 1024 rows of 256 words. All
 row sums and all column sums of a block are taken (wrapping; plain reductions are what torch does
 fastest), then each sum goes through a bijection of 64 bits that its position chooses, and the
 results are added up: one total over rows, one over columns. A changed byte changes a row sum and
@@ -16,14 +16,11 @@ import functools
 
 import torch
 
-ROWS = 256
+ROWS = 1024
 COLUMNS = 256
 WORD_BYTES = 8
 ROW_BYTES = COLUMNS * WORD_BYTES
 BLOCK_BYTES = ROWS * ROW_BYTES
-
-# Blocks read twice before the next ones: within a core's cache, few calls.
-CACHED_BLOCKS = 2
 
 # splitmix64's constants, as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -47,8 +44,8 @@ def digest(data: torch.Tensor) -> torch.Tensor:
         last + -(-last // ROWS) * COLUMNS, dtype=torch.int64, device=data.device
     )  # by row, then by column block after block
     rows, columns = sums[:last], sums[last:].view(-1, COLUMNS)
-    # On a CPU the second reading of a part finds it in the cache; elsewhere few kernels count.
-    step = CACHED_BLOCKS if data.device.type == "cpu" else max(whole, 1)
+    # On a CPU the second reading of a block finds it in the cache; elsewhere few kernels count.
+    step = 1 if data.device.type == "cpu" else max(whole, 1)
     blocks = words[: whole * ROWS].view(-1, ROWS, COLUMNS)
     for start in range(0, whole, step):
         part = blocks[start : start + step]

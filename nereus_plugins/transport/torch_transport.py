@@ -1,9 +1,11 @@
 """Transport over torch.distributed point-to-point messages: gloo and NCCL.
 
-A message whose only piece is contiguous memory on the device of the wire is sent from, or received
-into, that memory itself; any other goes through a staging buffer. The two ends decide this apart.
-Several rounds are in flight, so that packing the next and unpacking the last overlap with the
-wire. Staging buffers are few and used again; a round that would need more waits for the earliest.
+Between ranks of one host whose wire is host memory, a message goes through memory they share
+(`shared_memory`). Elsewhere a message whose only piece is contiguous memory on the device of the
+wire is sent from, or received into, that memory itself; any other goes through a staging buffer.
+The two ends decide this apart. Several rounds are in flight, so that packing the next and unpacking
+the last overlap with the wire. Slots and staging buffers are few and used again; a round that would
+need more waits for the earliest.
 
 NCCL runs through the same code, but has not been run: see `nereus selftest`.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,14 +35,18 @@ from nereus_plugins.transport.base import (
 from nereus_plugins.transport.checksum import digest
 from nereus_plugins.transport.metadata import wire_device
 from nereus_plugins.transport.rounds import TransferPlan, compile_transfer
+from nereus_plugins.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from nereus_plugins.emu.moves import MoveTable
 
 # On gloo, messages small enough to stay in cache between packing and the socket, and large enough
 # to hide the cost of each; NCCL wants them larger.
-GLOO_STAGING_BYTES = 8 << 20
+GLOO_STAGING_BYTES = 4 << 20
 NCCL_STAGING_BYTES = 64 << 20
+
+# Slots a rank shares with the others of its host: few, for memory that stays in cache.
+SHARED_SLOTS = 4
 
 # Rounds posted at once: enough that a rank that is not scheduled for a while holds up no link.
 ROUNDS_IN_FLIGHT = 16
@@ -62,6 +68,8 @@ class _Round:
     buffers: list[torch.Tensor] = field(default_factory=list)
     # (received staging buffer, its pieces in the target), if the message was staged
     unpack: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+    # (sender, message size, its pieces in the target), if it comes through shared memory
+    read: tuple[int, int, list[torch.Tensor]] | None = None
     peers: tuple[int, ...] = ()
 
 
@@ -72,7 +80,6 @@ class _Exchange:
     moves: MoveTable
     plan: TransferPlan
     target: Sequence[Shard]
-    sent: dict[int, torch.Tensor]  # digest by message, of what this rank sent or copied
     skipped: set[int]  # local messages whose source and target are the same memory
 
 
@@ -101,11 +108,15 @@ class TorchTransport:
         staging_bytes: largest message, the same on all ranks; default by back end.
         staging_buffers: how many buffers of `staging_bytes` may be in use at once, at least 2 (a
             round may need one each way); one more serves digests.
+        shared_memory: use it, off NCCL, between ranks that can; the same on all ranks.
         checksum: keep digests of what is sent, for `verify`; the same on all ranks.
         timeout_s: longest wait for one round. On NCCL the group's own timeout rules.
         progress: called with bytes done and in all.
         peer_failed: asked now and then while this rank waits for NCCL, whose collectives do not end
             when a peer leaves: whether one did.
+
+    Attributes:
+        shared_with: ranks that messages reach through shared memory.
     """
 
     def __init__(
@@ -114,6 +125,7 @@ class TorchTransport:
         *,
         staging_bytes: int | None = None,
         staging_buffers: int = 6,
+        shared_memory: bool = True,
         checksum: bool = True,
         timeout_s: float = 300.0,
         progress: Progress | None = None,
@@ -136,9 +148,17 @@ class TorchTransport:
         self._peer_failed = peer_failed
         self._free: list[torch.Tensor] = []
         self._pending: list[_Exchange] = []
+        # Digests of what was sent, by peer, for `verify`.
+        self._sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.shared_with: frozenset[int] = frozenset()
         if self._nccl:
             # NCCL wants every rank in a communicator's first operation; later ones are sparse.
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        elif shared_memory and self.world > 1:
+            self._shared = SharedMemory(
+                group, slots=SHARED_SLOTS, slot_bytes=self.staging_bytes, timeout_s=timeout_s
+            )
+            self.shared_with = self._shared.peers
 
     # -- exchange ---------------------------------------------------------------------------
 
@@ -152,6 +172,7 @@ class TorchTransport:
     def _exchange(
         self, moves: MoveTable, source: Sequence[Shard], target: Sequence[Shard]
     ) -> ExchangeReport:
+        self._open_group()  # also where nothing will be sent through it
         start = time.perf_counter()
         clock = _Clock()
         with clock.part("compile"):
@@ -161,7 +182,7 @@ class TorchTransport:
         counts = dict.fromkeys(("sent", "received", "local", "packed", "unpacked"), 0)
         total = int(plan.nbytes[mine].sum())
         done = 0
-        record = _Exchange(moves, plan, target, {}, set())
+        record = _Exchange(moves, plan, target, set())
         in_flight: deque[_Round] = deque()
 
         def finish() -> None:
@@ -185,11 +206,15 @@ class TorchTransport:
             while in_flight and (
                 len(in_flight) >= ROUNDS_IN_FLIGHT
                 or sum(len(r.buffers) for r in in_flight) + 2 > self._staging_buffers
+                or (self.shared_with and not self._shared.has_free_slot())
             ):
                 finish()
             in_flight.append(self._post(record, messages.tolist(), source, counts, clock))
         while in_flight:
             finish()
+        if self.shared_with:
+            with clock.part("wire"):
+                self._shared.finish()
         self.wait_for_device()
         if self.checksum:
             self._pending.append(record)
@@ -227,9 +252,12 @@ class TorchTransport:
             size = int(plan.nbytes[m])
             sending = plan.src[m] == self.rank
             peer = int(plan.dst[m] if sending else plan.src[m])
-            posted.peers += (peer,)
             if sending:
                 pieces = self._pieces(record, m, source, record.moves.src_local)
+                counts["sent"] += size
+                if peer in self.shared_with:
+                    self._lend(peer, pieces, size, clock)
+                    continue
                 data = self._direct(pieces)
                 if data is None:
                     data = self._take(size)
@@ -240,10 +268,13 @@ class TorchTransport:
                     counts["packed"] += size
                 if self.checksum:
                     with clock.part("checksum"):
-                        record.sent[m] = digest(data)
-                counts["sent"] += size
+                        self._sent[peer].append(digest(data))
             else:
                 pieces = self._pieces(record, m, record.target, record.moves.dst_local)
+                counts["received"] += size
+                if peer in self.shared_with:
+                    posted.read = (peer, size, pieces)
+                    continue
                 data = self._direct(pieces)
                 if data is None:
                     data = self._take(size)
@@ -251,21 +282,40 @@ class TorchTransport:
                     data = data[:size]
                     posted.unpack = (data, pieces)
                     counts["unpacked"] += size
-                counts["received"] += size
             op = dist.isend if sending else dist.irecv
             ops.append(dist.P2POp(op, data, group=self._open_group(), group_peer=peer))
-        with clock.part("wire"):
-            posted.works = dist.batch_isend_irecv(ops)
+            posted.peers += (peer,)
+        if ops:
+            with clock.part("wire"):
+                posted.works = dist.batch_isend_irecv(ops)
         return posted
 
+    def _lend(self, peer: int, pieces: list[torch.Tensor], size: int, clock: _Clock) -> None:
+        """Send a message through shared memory."""
+        with clock.part("wire"):
+            number, memory = self._shared.slot()
+        with clock.part("pack"):
+            _pack(pieces, memory[:size])
+        if self.checksum:
+            with clock.part("checksum"):
+                self._sent[peer].append(digest(memory[:size]))
+        self._shared.lend(peer, number)
+
     def _finish(self, posted: _Round, clock: _Clock) -> None:
-        """Wait for a round and bring staged data into place."""
+        """Wait for a round and bring what was received into place."""
         with clock.part("wire"):
             self._wait(posted.works, posted.peers)
         if posted.unpack:
             with clock.part("unpack"):
                 _unpack(*posted.unpack)
         self._free += posted.buffers
+        if posted.read:
+            peer, size, pieces = posted.read
+            with clock.part("wire"):
+                memory = self._shared.receive(peer)
+            with clock.part("unpack"):
+                _unpack(memory[:size], pieces)
+            self._shared.give_back(peer)
 
     def _copy_local(
         self, record: _Exchange, message: int, source: Sequence[Shard], clock: _Clock
@@ -278,7 +328,7 @@ class TorchTransport:
             return
         if self.checksum:
             with clock.part("checksum"):
-                record.sent[message] = self._digest_of(old)
+                self._sent[self.rank].append(self._digest_of(old))
         with clock.part("local"):
             for a, b in zip(old, new, strict=True):
                 b.copy_(a)
@@ -299,24 +349,23 @@ class TorchTransport:
     def _compare(self) -> tuple[list[tuple[int, int, tuple[str, ...]]], int, int]:
         """(sender, round, tensor names) of what differs; messages and bytes compared."""
         pending, self._pending = self._pending, []
-        expected: dict[int, list[torch.Tensor]] = {}  # by peer: digests this rank sent
-        found: dict[int, list[torch.Tensor]] = {}  # by peer: digests of what it received
-        labels: dict[int, list[tuple[_Exchange, int]]] = {}
+        sent, self._sent = self._sent, defaultdict(list)
+        found: dict[int, list[torch.Tensor]] = defaultdict(list)  # by peer, of what it brought
+        labels: dict[int, list[tuple[_Exchange, int]]] = defaultdict(list)
         nbytes = 0
         for record in pending:
             plan = record.plan
             for m in plan.of_rank(self.rank).tolist():
-                if m in record.skipped:
-                    continue
-                if plan.src[m] == self.rank:
-                    expected.setdefault(int(plan.dst[m]), []).append(record.sent[m])
-                if plan.dst[m] == self.rank:
+                if plan.dst[m] == self.rank and m not in record.skipped:
                     peer = int(plan.src[m])
                     pieces = self._pieces(record, m, record.target, record.moves.dst_local)
-                    found.setdefault(peer, []).append(self._digest_of(pieces))
-                    labels.setdefault(peer, []).append((record, m))
+                    found[peer].append(self._digest_of(pieces))
+                    labels[peer].append((record, m))
                     nbytes += int(plan.nbytes[m])
-        theirs = self._swap_digests(expected, {peer: len(x) for peer, x in found.items()})
+        theirs = self._swap_digests(
+            {peer: _stack(digests) for peer, digests in sent.items()},
+            {peer: len(digests) for peer, digests in found.items()},
+        )
         differ = []
         for peer, digests in sorted(found.items()):
             wrong = (_stack(digests) != theirs[peer].cpu()).any(dim=1)
@@ -329,20 +378,20 @@ class TorchTransport:
         return differ, sum(map(len, found.values())), nbytes
 
     def _swap_digests(
-        self, mine: dict[int, list[torch.Tensor]], counts: dict[int, int]
+        self, mine: dict[int, torch.Tensor], counts: dict[int, int]
     ) -> dict[int, torch.Tensor]:
-        """Send each peer the digests of what it got from here; int64[n, 2] from each sender."""
+        """Send each peer its digests of `mine`, int64[n, 2]; returns those from each sender."""
         theirs: dict[int, torch.Tensor] = {}
         ops, peers = [], []
         for step in range(self.world):  # every rank meets its peers in the same rotation
             to, origin = (self.rank + step) % self.world, (self.rank - step) % self.world
             if step == 0:
                 if to in mine:
-                    theirs[to] = _stack(mine[to])
+                    theirs[to] = mine[to]
                 continue
             group = self._open_group()
             if to in mine:
-                digests = _stack(mine[to]).to(self._device)
+                digests = mine[to].to(self._device)
                 ops.append(dist.P2POp(dist.isend, digests, group=group, group_peer=to))
                 peers.append(to)
             if origin in counts:
@@ -361,6 +410,9 @@ class TorchTransport:
         """See `base.Transport.abort`. May be called at any time, more than once."""
         group, self._group = self._group, None
         self._free, self._pending = [], []
+        self._sent.clear()
+        if self.shared_with:
+            self._shared.close()
         if group is None:
             return
         if self._nccl:
@@ -382,8 +434,11 @@ class TorchTransport:
         """See `base.Transport.close`."""
         group, self._group = self._group, None
         self._free, self._pending = [], []
+        self._sent.clear()
         if group is not None:
             dist.barrier(group)  # no rank closes connections that a slower one still uses
+            if self.shared_with:
+                self._shared.close()
             dist.destroy_process_group(group)
 
     @contextmanager

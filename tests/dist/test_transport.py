@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import gc
 import os
 import time
@@ -107,13 +108,16 @@ def assert_filled(target: list[Shard]) -> None:
         assert torch.equal(shard.view, expected), shard.info.name
 
 
-def _move(rank: int, world: int, grids: list, staging_bytes: int, checksum: bool) -> list:
+def _move(
+    rank: int, world: int, grids: list, staging_bytes: int, checksum: bool, shared_memory: bool
+) -> list:
     group = new_group()
     seen: list[tuple[int, int]] = []
     transport = TorchTransport(
         group,
         staging_bytes=staging_bytes,
         checksum=checksum,
+        shared_memory=shared_memory,
         progress=lambda done, total: seen.append((done, total)),
     )
     source = shards_of(INFOS, grids[0], rank, filled=True)
@@ -136,9 +140,12 @@ def _move(rank: int, world: int, grids: list, staging_bytes: int, checksum: bool
 
 @pytest.mark.parametrize("staging_bytes", [256, 1 << 16])
 @pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("grids", [[(4, 1), (1, 4)], [(2, 2), (4, 1)], [(1, 4), (1, 4)]])
-def test_values_arrive(grids: list, staging_bytes: int, checksum: bool) -> None:
-    reports = run_ranks(_move, 4, grids, staging_bytes, checksum, timeout_s=60)
+def test_values_arrive(
+    grids: list, staging_bytes: int, checksum: bool, shared_memory: bool
+) -> None:
+    reports = run_ranks(_move, 4, grids, staging_bytes, checksum, shared_memory, timeout_s=60)
     assert sum(r[0] for r in reports) == sum(r[1] for r in reports)
     if grids[0] == grids[1]:
         assert all(r[0] == 0 for r in reports)
@@ -150,7 +157,7 @@ def _direct(rank: int, world: int) -> tuple[int, int, int]:
     infos = [TensorInfo("weight/w", (world * 4, 1024), "float32")]
     source = shards_of(infos, (world, 1), rank, filled=True)
     full = Shard(infos[0], Box.whole(infos[0].shape), torch.zeros(infos[0].shape))
-    transport = TorchTransport(group, staging_bytes=8192)
+    transport = TorchTransport(group, staging_bytes=8192, shared_memory=False)
     report = transport.exchange(plan(rank, source, [full], group), source, [full])
     assert_filled([full])
     transport.verify()
@@ -225,9 +232,11 @@ class _Broken:
         raise RuntimeError("this storage was freed")
 
 
-def _fail(rank: int, world: int) -> tuple[str, float, float]:
+def _fail(rank: int, world: int, shared_memory: bool) -> tuple[str, float, float]:
     group = new_group(60)
-    transport = TorchTransport(group, staging_bytes=4096, timeout_s=60)
+    transport = TorchTransport(
+        group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60
+    )
     source: list[Any] = shards_of(INFOS, (4, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 4), rank, filled=False)
     moves = plan(rank, source, target, group)
@@ -248,8 +257,11 @@ def _fail(rank: int, world: int) -> tuple[str, float, float]:
     return message, spent, float(ones[0])
 
 
-def test_one_rank_failing_fails_all_at_once_and_leaves_the_default_group() -> None:
-    results = run_ranks(_fail, 4, timeout_s=90)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_one_rank_failing_fails_all_at_once_and_leaves_the_default_group(
+    shared_memory: bool,
+) -> None:
+    results = run_ranks(_fail, 4, shared_memory, timeout_s=90)
     assert "this storage was freed" in results[1][0]
     for rank in (0, 2, 3):
         assert "lost peer(s)" in results[rank][0] or "Connection" in results[rank][0]
@@ -257,9 +269,11 @@ def test_one_rank_failing_fails_all_at_once_and_leaves_the_default_group() -> No
     assert all(total == 4 for _, _, total in results)
 
 
-def _killed(rank: int, world: int) -> tuple[str, float]:
+def _killed(rank: int, world: int, shared_memory: bool) -> tuple[str, float]:
     group = new_group(60)
-    transport = TorchTransport(group, staging_bytes=4096, timeout_s=60)
+    transport = TorchTransport(
+        group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60
+    )
     source = shards_of(INFOS, (4, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 4), rank, filled=False)
     moves = plan(rank, source, target, group)
@@ -274,17 +288,20 @@ def _killed(rank: int, world: int) -> tuple[str, float]:
     return message, time.monotonic() - start
 
 
-def test_a_killed_rank_fails_the_others_at_once() -> None:
-    outcomes = run_ranks_outcomes(_killed, 4, timeout_s=60)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_killed_rank_fails_the_others_at_once(
+    shared_memory: bool,
+) -> None:
+    outcomes = run_ranks_outcomes(_killed, 4, shared_memory, timeout_s=60)
     assert [o.exitcode for o in outcomes] == [0, 0, 0, 9]
     for outcome in outcomes[:3]:
         assert outcome.value[0], outcome
         assert outcome.value[1] < 10
 
 
-def _late(rank: int, world: int) -> str:
+def _late(rank: int, world: int, shared_memory: bool) -> str:
     group = new_group(60)
-    transport = TorchTransport(group, timeout_s=1)
+    transport = TorchTransport(group, shared_memory=shared_memory, timeout_s=1)
     source = shards_of(INFOS, (2, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 2), rank, filled=False)
     moves = plan(rank, source, target, group)
@@ -295,8 +312,11 @@ def _late(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_late_rank_is_a_timeout_that_names_the_setting() -> None:
-    messages = run_ranks(_late, 2, timeout_s=60)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_late_rank_is_a_timeout_that_names_the_setting(
+    shared_memory: bool,
+) -> None:
+    messages = run_ranks(_late, 2, shared_memory, timeout_s=60)
     assert "lost peer(s) 1" in messages[0]
     assert "timeout_s=1" in messages[0]
 
@@ -335,6 +355,36 @@ def test_fifty_exchanges_on_fresh_groups_leave_nothing() -> None:
         assert late[0] <= early[0] + 2  # file descriptors
         assert late[1] <= early[1]  # threads
         assert late[2] <= early[2] + 16  # resident MiB
+
+
+def _unshared(rank: int, world: int, kind: str) -> tuple[list[int], int]:
+    """Rank 1 shares no memory: it has none to offer, or what it offers is found to be another's."""
+    group = new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and kind == "refused":
+            patch.setattr(os, "posix_fallocate", _no_space)
+        elif rank == 1:
+            patch.setattr(os, "getpid", os.getppid)
+        transport = TorchTransport(group, staging_bytes=4096)
+    source = shards_of(INFOS, (3, 1), rank, filled=True)
+    target = shards_of(INFOS, (1, 3), rank, filled=False)
+    report = transport.exchange(plan(rank, source, target, group), source, target)
+    assert_filled(target)
+    transport.verify()
+    near = sorted(transport.shared_with)
+    transport.close()
+    return near, report.bytes_received
+
+
+def _no_space(descriptor: int, offset: int, length: int) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("kind", ["refused", "another"])
+def test_ranks_that_cannot_share_memory_use_the_group(kind: str) -> None:
+    results = run_ranks(_unshared, 3, kind, timeout_s=60)
+    assert [near for near, _ in results] == [[2], [], [0]]
+    assert all(received for _, received in results)
 
 
 def _gather(rank: int, world: int) -> list[bytes]:
