@@ -173,7 +173,8 @@ class SharedMemory:
         try:
             os.write(self._outbox[peer], _RECORD.pack(value))
         except OSError as error:
-            raise TransportError(f"rank {self._rank}: lost peer(s) {peer}: {error}") from error
+            # As with a closed connection: a peer's failure, not one that began here.
+            raise TransportError(f"rank {self._rank}: lost peer(s) {peer}: {error}") from None
 
     def _until(self, done: Callable[[], bool], peers: list[int]) -> None:
         """Read records until `done`; `peers` are those it depends on."""
