@@ -11,13 +11,32 @@ etp fastest, then ep, then the expert data-parallel axis.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from .record import Record, SpecError, require, require_bool, require_choice, require_int
+from .record import (
+    Record,
+    SpecError,
+    divisors_text,
+    require,
+    require_bool,
+    require_choice,
+    require_int,
+)
 
 if TYPE_CHECKING:
     from .model import ModelSpec
 
+# What of a model a layout divides, in words.
+_SIZES = {
+    "heads": "attention heads",
+    "kv_heads": "key-value heads",
+    "vocab": "vocabulary size",
+    "ffn": "MLP width (ffn_hidden_size)",
+    "layers": "layers",
+    "experts": "experts",
+    "expert_ffn": "expert width",
+}
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
@@ -166,12 +185,14 @@ class Layout(Record):
     def check(self, model: ModelSpec, world_size: int | None = None) -> None:
         """Raise `SpecError` naming the first rule that `model` or `world_size` breaks."""
 
-        def divides(name: str, by: int, what: str, value: int) -> None:
-            require(
-                value % by == 0,
-                f"layout {self}: {what} = {value} of model {model.name} must be divisible by "
-                f"{name} = {by}",
-            )
+        def divides(name: str, by: int, **sizes: int) -> None:
+            for what, value in sizes.items():
+                if value % by:
+                    fit = divisors_text(math.gcd(*sizes.values()), world_size)
+                    raise SpecError(
+                        f"layout {self}: {_SIZES[what]} = {value} of model {model.name} must be "
+                        f"divisible by {name} = {by}; {name} may be {fit}"
+                    )
 
         if world_size is not None:
             require(
@@ -179,12 +200,16 @@ class Layout(Record):
                 f"layout {self} takes tp*pp*dp*cp*ulysses = {self.world_size} ranks, the job has "
                 f"{world_size}",
             )
-        divides("tp", self.tp, "attention heads", model.num_attention_heads)
-        divides("tp", self.tp, "key-value heads", model.num_kv_heads)
-        divides("tp", self.tp, "vocabulary size", model.vocab_size)
-        divides("tp", self.tp, "MLP width (ffn_hidden_size)", model.ffn_hidden_size)
-        divides("ulysses", self.ulysses, "attention heads", model.num_attention_heads)
-        divides("pp*vpp", self.pp * self.vpp, "layers", model.num_layers)
+        divides(
+            "tp",
+            self.tp,
+            heads=model.num_attention_heads,
+            kv_heads=model.num_kv_heads,
+            vocab=model.vocab_size,
+            ffn=model.ffn_hidden_size,
+        )
+        divides("ulysses", self.ulysses, heads=model.num_attention_heads)
+        divides("pp*vpp", self.pp * self.vpp, layers=model.num_layers)
         if model.moe is None:
             require(
                 self.ep == 1 and self.etp == 1,
@@ -192,5 +217,5 @@ class Layout(Record):
                 "set ep and etp to 1",
             )
         else:
-            divides("ep", self.ep, "experts", model.moe.num_experts)
-            divides("etp", self.etp, "expert width", model.moe.expert_ffn_hidden_size)
+            divides("ep", self.ep, experts=model.moe.num_experts)
+            divides("etp", self.etp, expert_ffn=model.moe.expert_ffn_hidden_size)

@@ -78,6 +78,12 @@ def require(condition: bool, message: str) -> None:
         raise SpecError(message)
 
 
+def divisors_text(value: int, most: int | None = None) -> str:
+    """The divisors of `value`, up to `most`, in words: "1, 2 or 4"."""
+    found = [str(n) for n in range(1, min(value, most or value) + 1) if value % n == 0]
+    return " or ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+
+
 def require_int(owner: str, name: str, value: object, *, minimum: int = 1) -> None:
     """`value` is an int (no bool) of at least `minimum`, else `SpecError` naming the field."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:

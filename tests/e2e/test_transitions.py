@@ -240,4 +240,4 @@ def test_resuming_in_another_layout_names_what_to_set(
     text = refused.log.read_text()
     assert "was saved in another layout than this job starts in" in text
     assert "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1" in text
-    assert "WorkerDict" not in text  # before a worker exists
+    assert "local Ray instance" not in text  # before anything is started

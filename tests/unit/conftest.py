@@ -17,6 +17,7 @@ NEEDS = {
     "test_transport_backend.py": "torch",
     "test_verl_job.py": "verl",
     "test_verl_plugin.py": "verl",
+    "test_verl_preflight.py": "verl",
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)

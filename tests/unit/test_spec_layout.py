@@ -43,9 +43,14 @@ def test_a_broken_rule_is_named(settings: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("model", "layout", "world_size", "message"),
     [
-        (MODEL, Layout(tp=3), None, "attention heads = 8 .* divisible by tp = 3"),
+        (
+            MODEL,
+            Layout(tp=3),
+            None,
+            "heads = 8 .* divisible by tp = 3; tp may be 1, 2 or 4$",
+        ),
         (MODEL, Layout(tp=8), None, "key-value heads = 4 .* divisible by tp = 8"),
-        (MODEL, Layout(pp=4), None, r"layers = 6 .* divisible by pp\*vpp = 4"),
+        (MODEL, Layout(pp=4), None, r"layers = 6 .* divisible by pp\*vpp = 4; .* 1, 2, 3 or 6$"),
         (MODEL, Layout(pp=2, vpp=2), None, r"layers = 6 .* divisible by pp\*vpp = 4"),
         (dataclasses.replace(MODEL, vocab_size=127), Layout(tp=2), None, "vocabulary size = 127"),
         (dataclasses.replace(MODEL, ffn_hidden_size=95), Layout(tp=2), None, "MLP width"),

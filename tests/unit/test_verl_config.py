@@ -169,7 +169,7 @@ def test_stages_of_one_unit_must_agree() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"tp": 3}, "must divide the job's 4 ranks"),
+        ({"tp": 3}, "= 3 must divide the job's 4 ranks; it may be 1, 2 or 4$"),
         ({"dp": 2}, "takes 2 ranks, the job has 4; leave dp out"),
         ({"shard_size": 3}, "shard_size=3 must divide"),
         ({"tp": 0}, "must be an integer of at least 1"),

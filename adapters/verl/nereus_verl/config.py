@@ -20,6 +20,7 @@ from typing import Any
 
 from nereus_plugins.spec import FrozenMap, GlobalPlan, Layout, Record, SpecError
 from nereus_plugins.spec.record import (
+    divisors_text,
     require,
     require_bool,
     require_int,
@@ -173,7 +174,8 @@ def resolve_layout(
         others *= value
     require(
         world_size % others == 0,
-        f"{where}: tp*pp*cp*ulysses = {others} must divide the job's {world_size} ranks",
+        f"{where}: tp*pp*cp*ulysses = {others} must divide the job's {world_size} ranks; it may be "
+        f"{divisors_text(world_size)}",
     )
     values.setdefault("dp", world_size // others)
     if backend == "fsdp2":

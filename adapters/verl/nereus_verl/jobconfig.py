@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereus_plugins.spec import Layout, SpecError
+from nereus_plugins.spec.record import divisors_text
 from nereus_verl.config import EngineDefaults
 
 STRATEGY_ENGINE = {"fsdp2": "fsdp", "megatron": "megatron"}
@@ -117,7 +118,10 @@ def start_layout(config: Mapping[str, Any], unit: UnitConfig) -> Layout:
 
 def _check_divides(unit: UnitConfig, key: str, value: int, world: int) -> None:
     if value < 1 or world % value:
-        raise SpecError(f"{unit.engine_path}.{key} = {value} must divide the job's {world} ranks")
+        raise SpecError(
+            f"{unit.engine_path}.{key} = {value} must divide the job's {world} ranks; it may be "
+            f"{divisors_text(world)}"
+        )
 
 
 def layout_settings(unit: UnitConfig, layout: Layout) -> dict[str, Any]:

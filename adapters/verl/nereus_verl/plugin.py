@@ -1,7 +1,8 @@
 """Entry point `verl.plugins`: runs in every process that imports verl.
 
 It imports nothing heavy and changes nothing: it waits for verl's trainer to be imported, which only
-the process that drives a job does, and brings in `nereus_verl.trainer` then. verl swallows what a
+the process that drives a job does, and brings in `nereus_verl.trainer` then; and in the process
+that starts a job, it has a job that asks for Nereus checked before Ray starts. verl swallows what a
 plugin raises, so a failure is printed, and makes a job that asks for Nereus fail; a job that does
 not ask for it is left alone.
 """
@@ -60,6 +61,39 @@ def _fail_jobs_that_ask(trainers: ModuleType, cause: Exception) -> None:
         trainer_base.TRAINER_REGISTRY[mode] = failing(trainer)
 
 
+def check_ahead(utils: Any) -> None:
+    """Called with `verl.utils.config`, whose `validate_config` is the first thing that verl calls
+    with a job's configuration, in the process that goes on to start Ray.
+
+    A job that Nereus refuses ends there with one plain message, instead of a minute later in the
+    middle of Ray's output.
+    """
+    validate = utils.validate_config
+
+    def validate_config(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None) or {}
+        if (config.get("nereus") or {}).get("enable"):
+            _end_if_refused(config)
+        return validate(*args, **kwargs)
+
+    utils.validate_config = validate_config
+
+
+def _end_if_refused(config: Any) -> None:
+    """Raises: SystemExit with the reason; no traceback, which Hydra would add to an exception."""
+    from omegaconf import OmegaConf
+
+    try:
+        from nereus_verl import preflight
+    except Exception:
+        return  # `load_trainer` says so, in the process that trains
+    try:
+        preflight.check_ahead(OmegaConf.to_container(config, resolve=True))
+    except preflight.REFUSALS as error:
+        sys.stdout.flush()  # the reason is to be the last that is read
+        raise SystemExit(f"nereus: this job was not started: {error}") from None
+
+
 def refuse_legacy(main_ppo_v0: Any) -> None:
     """Called with verl's legacy entry, which trains without any of the hooks used here."""
     validate = main_ppo_v0.validate_config
@@ -79,3 +113,4 @@ def refuse_legacy(main_ppo_v0: Any) -> None:
 after_import("omegaconf", register_resolver)
 after_import(TRAINERS, load_trainer)
 after_import("verl.trainer.main_ppo_v0", refuse_legacy)
+after_import("verl.utils.config", check_ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ class Preflight:
     run_dir: Path
 
 
+# What `run` raises where the job, as it is configured, cannot run.
+REFUSALS = (
+    SpecError,
+    capabilities.Refused,
+    verl_private.UnsupportedVerl,
+    stamp.LayoutMismatch,
+)
+
+
 def run(config: Mapping[str, Any]) -> Preflight:
     """Check everything that can be checked before workers exist.
 
@@ -42,6 +51,9 @@ def run(config: Mapping[str, Any]) -> Preflight:
     """
     nereus = NereusConfig.from_dict(config["nereus"])
     verl_private.check_version()
+    last = select(config, "trainer.total_training_steps")
+    if last is not None:
+        check_reached(nereus.schedule, int(last), "trainer.total_training_steps")
     refused = capabilities.refused_by(config)
     if refused:
         raise capabilities.Refused(
@@ -82,6 +94,36 @@ def run(config: Mapping[str, Any]) -> Preflight:
     return Preflight(nereus, config, units, models, layouts, targets, _run_dir(nereus, config))
 
 
+def check_ahead(config: Mapping[str, Any]) -> None:
+    """`run` in the process that starts the job, before Ray: says no early, where it can be sure.
+
+    The trainer runs in another process, perhaps on another host: what cannot be read here is left
+    to `run` there.
+
+    Raises: one of REFUSALS.
+    """
+    if any(_is_remote(_model_path(config, unit)) for unit in jobconfig.units(config).values()):
+        NereusConfig.from_dict(config["nereus"])  # to know a remote model, it would be copied here
+        return
+    try:
+        run(config)
+    except REFUSALS:
+        raise
+    except Exception as error:
+        print(f"nereus: could not be checked before the job starts: {error!r}", flush=True)
+
+
+def check_reached(steps: Iterable[int], last: int, setting: str) -> None:
+    """Raises: SpecError naming the first of the scheduled `steps` that comes after `last`, the step
+    at which training ends because of `setting`."""
+    late = sorted(step for step in steps if step > last)
+    if late:
+        raise SpecError(
+            f"nereus.schedule.{late[0]}: would never be run, as training ends with step {last} "
+            f"({setting}); remove it from nereus.schedule, or train longer"
+        )
+
+
 def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
     """Raises: SpecError if it cannot be made or written to."""
     folder = Path.cwd() / str(config["trainer"]["default_local_dir"]) / "nereus"
@@ -99,11 +141,19 @@ def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
     return folder
 
 
+def _model_path(config: Mapping[str, Any], unit: UnitConfig) -> str:
+    return str(select(config, f"{unit.model_path}.path"))
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
 def _hf_config(config: Mapping[str, Any], unit: UnitConfig) -> Mapping[str, Any]:
     from transformers import AutoConfig
     from verl.utils.fs import copy_to_local
 
-    path = str(select(config, f"{unit.model_path}.path"))
+    path = _model_path(config, unit)
     trust = bool(select(config, f"{unit.model_path}.trust_remote_code", False))
     loaded = AutoConfig.from_pretrained(copy_to_local(path), trust_remote_code=trust)
     fields: Mapping[str, Any] = loaded.to_dict()

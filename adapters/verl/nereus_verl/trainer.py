@@ -37,6 +37,12 @@ class NereusTrainer(PPOTrainerSync):
         self._critic_order: list[int] | None = None
         super().__init__(config)
 
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        if self._checked is not None:  # how long an epoch is, is known only now
+            last = self.steps_per_epoch * self.config.trainer.total_epochs
+            preflight.check_reached(self._checked.targets, last, "trainer.total_epochs")
+
     def on_init_end(self) -> None:
         if self._checked is not None:
             groups = [self.actor_rollout_wg]
