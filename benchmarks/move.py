@@ -61,6 +61,7 @@ from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.moves import MoveTable, plan_moves
 from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
+from nereus_plugins.selftest.ranks import end_with_parent
 from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.metadata import gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
@@ -328,6 +329,7 @@ class Rank:
 
 
 def measure(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
+    end_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False)

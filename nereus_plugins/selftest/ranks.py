@@ -13,6 +13,8 @@ import json
 import logging
 import multiprocessing as mp
 import os
+import signal
+import threading
 import time
 import traceback
 import warnings
@@ -64,6 +66,22 @@ def prepare_process(device: str) -> None:
         from nereus_cpu import megatron
 
         megatron.install()
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it is gone, however that ended.
+
+    For processes of `multiprocessing`; one that waits for a peer would wait on alone otherwise.
+    """
+    parent = mp.parent_process()
+    if parent is None:
+        raise RuntimeError("not a process that multiprocessing started")
+    threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_on_ranks(
@@ -137,6 +155,7 @@ def _main(rank: int, port: int, settings: str, pipe: Connection) -> None:
     function, world, args, device, folder, timeout_s = json.loads(settings)
     answer: tuple[Any, str | None]
     try:
+        end_with_parent()
         prepare_process(device)
         if device == "cuda":
             torch.cuda.set_device(rank)

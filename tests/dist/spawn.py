@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nereus_plugins.selftest.ranks import end_with_parent
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,6 +64,7 @@ def _child(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    end_with_parent()
     try:
         store = dist.TCPStore("127.0.0.1", port, None, False)
         limit = datetime.timedelta(seconds=timeout_s)

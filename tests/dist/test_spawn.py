@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +49,51 @@ def test_outcomes_do_not_raise() -> None:
     outcomes = run_ranks_outcomes(_misbehave, 3, "kill", timeout_s=60)
     assert [o.value for o in outcomes] == [0, None, 2]
     assert [o.exitcode for o in outcomes] == [0, -9, 0]
+
+
+def sleep_after_naming_itself(bench: Any, folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    """Those of a selftest, whose parent is killed in a way that it cannot see."""
+    code = f"""
+from pathlib import Path
+from nereus_plugins.selftest.ranks import run_on_ranks
+if __name__ == "__main__":
+    function = "tests.dist.test_spawn:sleep_after_naming_itself"
+    folder = {str(tmp_path / "ranks")!r}
+    run_on_ranks(function, 2, folder, device="cpu", folder=Path(folder), limit_s=600)
+"""
+    (tmp_path / "ranks").mkdir()
+    script = tmp_path / "parent.py"  # the ranks' server imports it
+    script.write_text(code)
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": path})
+    try:
+        ranks = _wait_for(lambda: _two([int(p.name) for p in (tmp_path / "ranks").iterdir()]))
+    finally:
+        parent.kill()
+        parent.wait()
+    _wait_for(lambda: not any(_runs(rank) for rank in ranks))
+
+
+def _two(found: list[int]) -> list[int]:
+    return found if len(found) == 2 else []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_for(condition: Any, limit_s: float = 120.0) -> Any:
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "nothing came of it"
+        time.sleep(0.1)
+    return found

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nereus_cpu.install import ROLLOUT_NAME
 
 ENGINES = ("fsdp2", "megatron")
 OBJECT_STORE_BYTES = 200_000_000
+KILL_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,8 @@ def run(
         process.wait()
     finally:
         timer.cancel()
-        end_session(process, ray_dir)
+        with _uninterrupted():
+            end_session(process, ray_dir)
     return JobResult(process.returncode, log, read_metrics(metrics))
 
 
@@ -333,7 +336,20 @@ def end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    # Again until none is left: Ray starts processes of its own meanwhile.
+    deadline = time.monotonic() + KILL_WITHIN_S
+    while (strays := processes_of(ray_dir)) and time.monotonic() < deadline:
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def processes_of(ray_dir: Path) -> list[int]:
+    """The processes whose arguments or environment name `ray_dir`, or what is in it."""
     marker = str(ray_dir).encode()
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             # Ray names its workers, but they carry the directory in environment or arguments.
@@ -341,5 +357,19 @@ def end_session(process: subprocess.Popen[str], ray_dir: Path) -> None:
                 marker in (entry / "cmdline").read_bytes()
                 or marker in (entry / "environ").read_bytes()
             ):
-                os.kill(int(entry.name), signal.SIGKILL)
-    shutil.rmtree(ray_dir, ignore_errors=True)
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM are ignored: a second one would leave half of the job behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,8 @@ COURSES: Mapping[tuple[str, int], Course] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 if the job failed, a transition did not commit, or reward did not rise."""
+    """Exit status: 0; 1 if the job failed, a transition did not commit, or reward did not rise;
+    130 after Ctrl-C, 143 after SIGTERM."""
     parser = argparse.ArgumentParser(prog="nereus demo", description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="megatron")
     parser.add_argument(
@@ -108,11 +110,18 @@ def _run(console: Console, args: argparse.Namespace, ranks: int, directory: Path
             f"{len(os.sched_getaffinity(0))} core(s) and {_available_bytes() / 2**30:.0f} GiB "
             "free (--ranks sets it)[/dim]"
         )
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         result = run(job, directory, timeout_s=args.timeout, on_line=watcher.on_line)
-    except KeyboardInterrupt:
-        console.print(f"\ninterrupted; records so far are in {directory / 'records'}")
-        return 130
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, Terminated)
+        console.print(
+            f"\n{'terminated' if terminated else 'interrupted'}: the job and its Ray cluster were "
+            f"ended; records so far are in {directory / 'records'}"
+        )
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     watcher.finish()
     problems = judge(result, job, watcher.steps, watcher.transitions)
     if watcher.steps:
@@ -126,6 +135,14 @@ def _run(console: Console, args: argparse.Namespace, ranks: int, directory: Path
         command = "nereus" if shutil.which("nereus") else "./dev run nereus"
         console.print(f"[dim]{command} records {directory / 'records'}[/dim] shows them again.")
     return 1 if problems else 0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came; what was started is ended as after Ctrl-C."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Terminated
 
 
 def judge(
