@@ -98,3 +98,32 @@ def test_last_words_are_said_where_records_cannot_be_written(
     assert "rank 1 died in 'prepare'" in str(failed.value)
     assert "there is no checkpoint yet" in str(failed.value)
     assert "No space left on device" in str(failed.value)
+
+
+def test_a_full_disk_ends_no_job_that_can_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The journal took the commit, a rank failed before any switched, and then there is no room."""
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), [Group()])
+    report = {"mode": "intact", "digest": "d", "units": {}, "seconds": {}}
+    aborted = {"phase": "commit", "rank": 1, "reason": "KeyError: 'x'", "lost_ranks": []}
+    answers = {"prepare": [{"report": report}], "commit": [{"aborted": aborted}]}
+
+    def call(phase: str, function: Any, *args: Any) -> list[Any]:
+        if phase == "commit":
+            monkeypatch.setattr(run._records, "write", no_space)
+            monkeypatch.setattr(run._journal, "_append", no_space)
+        return answers.get(phase, [None])
+
+    def no_space(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "_call", call)
+    record = run.at_boundary(2)
+    assert record is not None
+    assert record.outcome == "aborted"
+    assert record.reason.startswith("rank 1 in commit: KeyError: 'x'; the journal still says")
+    assert run.layout("actor") == Layout(dp=4, sharding="fsdp")
+    said = capsys.readouterr().out
+    assert "the old layout trains on: rank 1 in commit: KeyError: 'x'" in said
+    assert "step 2: not in the records, which could not be written" in said

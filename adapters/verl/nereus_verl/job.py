@@ -221,9 +221,16 @@ class VerlJob:
 
     def _finished(self, run: _Run) -> TransitionRecord:
         record = run.record()
-        self._records.write(record)
         say(f"step {self._step}: {run.summary()}")
+        self._record(record)
         return record
+
+    def _record(self, record: TransitionRecord | StepRecord) -> None:
+        """Write a record of a job that goes on; where it cannot be written, say so."""
+        try:
+            self._records.write(record)
+        except OSError as error:
+            say(f"step {record.step}: not in the records, which could not be written: {error}")
 
     def _execute(self, run: _Run, changes: Mapping[str, Layout]) -> None:
         wanted = {name: layout.to_dict() for name, layout in changes.items()}
@@ -254,7 +261,10 @@ class VerlJob:
         with run.timed("commit"):
             answers = self._call("commit", worker.commit)
         if run.aborted(answers):
-            self._journal.abort(epoch=run.epoch, reason=run.reason)
+            try:
+                self._journal.abort(epoch=run.epoch, reason=run.reason)
+            except (OSError, JournalError, EpochError) as error:
+                run.reason += f"; the journal still says that it was committed: {error}"
             return
         self._layouts.update(changes)
         self._epoch = run.epoch
@@ -302,7 +312,7 @@ class VerlJob:
 
     def write_step(self, record: StepRecord) -> None:
         self._last = record
-        self._records.write(record)
+        self._record(record)
 
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""
