@@ -49,7 +49,7 @@ from nereus_plugins.gtg.journal import EpochError
 from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, Timed, UnitReport
 from nereus_plugins.gtg.scalars import check_loaded, encode
 from nereus_plugins.spec import Layout
-from nereus_plugins.transport.base import ChecksumError, TransportError
+from nereus_plugins.transport.base import ChecksumError, Progress, TransportError
 from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables, transfer_backend
 from nereus_plugins.transport.torch_private import groups_named, name_groups_from
@@ -80,6 +80,8 @@ class TransitionOptions:
         memory_budget_bytes: device memory that the units' old and new state may take together;
             None: no limit. Where both do not fit, the old state is parked in host memory.
         node_of: the node of each rank, so that moves stay on a node where they can; None: one node.
+        progress: called, during each unit's exchange, with the bytes that this rank has moved and
+            has to move; may differ between ranks.
     """
 
     staging_bytes: int | None = None
@@ -87,6 +89,8 @@ class TransitionOptions:
     timeout_s: float = 300.0
     memory_budget_bytes: int | None = None
     node_of: tuple[int, ...] | None = None
+    # Not in the text by which ranks compare their options.
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
 
 class TransitionAborted(RuntimeError):
@@ -379,6 +383,7 @@ class RankTransition:
             staging_buffers=_STAGING_BUFFERS,
             checksum=self.options.checksum,
             timeout_s=self.options.timeout_s,
+            progress=self.options.progress,
             peer_failed=lambda: self.control.voted_against(attempt.vote),
         )
 

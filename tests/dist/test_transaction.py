@@ -448,6 +448,11 @@ def test_a_state_that_cannot_be_brought_back_ends_the_job() -> None:
 
 def _wrong_prediction(rank: int, world: int) -> list[dict[str, Any]]:
     units, transition = set_up(rank, world)
+    seen: list[tuple[int, int]] = []
+    if rank == 0:  # ranks need not be alike in this
+        transition.options = dataclasses.replace(
+            transition.options, progress=lambda done, total: seen.append((done, total))
+        )
     right = predict(Y["actor"])
     renamed = tuple(dataclasses.replace(t, name=f"{t.name}_") for t in right.tensors)
     predicted = {
@@ -459,6 +464,11 @@ def _wrong_prediction(rank: int, world: int) -> list[dict[str, Any]]:
     transition.release()
     for unit in units.values():
         unit.check(0)
+    if rank == 0:
+        ends = [total for done, total in seen if done == total]
+        assert sorted(ends) == sorted(
+            r.bytes_sent + r.bytes_received + r.bytes_local for r in report.units.values()
+        )
     return [report.units[name].to_dict() for name in X]
 
 

@@ -48,13 +48,13 @@ def test_a_signal_is_passed_on_and_waited_for(number: signal.Signals, status: in
 
 def test_pips_progress_is_told_from_its_output() -> None:
     progress = runpy.run_path(str(DEV))["pip_progress"]
-    assert progress("") == "0 packages collected; starting"
+    assert progress("") == "0 package(s) collected; starting"
     output = "Collecting numpy>=1.26 (from -r x)\n  Using cached numpy.whl\nCollecting ray\n"
-    assert progress(output) == "2 packages collected; Collecting ray"
+    assert progress(output) == "2 package(s) collected; Collecting ray"
     output += "  Downloading ray-2.60.0.whl (73.4 MB)\n"
     assert progress(output).endswith("; Downloading ray-2.60.0.whl (73.4 MB)")
     output += "Installing collected packages: numpy, ray\n"
-    assert progress(output) == "installing 2 packages"
+    assert progress(output) == "installing 2 package(s)"
 
 
 def test_pip_says_what_it_does_and_why_it_failed(tmp_path: Path) -> None:

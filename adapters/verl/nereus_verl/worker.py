@@ -33,6 +33,7 @@ from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.groups import live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
 from nereus_verl import verl_private
+from nereus_verl.progress import MoveProgress
 
 if TYPE_CHECKING:
     from nereus_verl.megatron_unit import MegatronProcess
@@ -174,7 +175,10 @@ def prepare(
         state.megatron.step = step
     transition = state.transition
     transition.options = dataclasses.replace(
-        state.options, node_of=node_of, memory_budget_bytes=memory_budget_bytes
+        state.options,
+        node_of=node_of,
+        memory_budget_bytes=memory_budget_bytes,
+        progress=MoveProgress(step) if transition.rank == 0 else None,
     )
     # Votes of an attempt that broke off in the middle must not be taken for those of the next.
     transition.control = Control(
