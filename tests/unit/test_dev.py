@@ -71,6 +71,6 @@ def test_pip_says_what_it_does_and_why_it_failed(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "packages collected; " in done.stdout
+    assert "package(s) collected; " in done.stdout
     assert "No matching distribution found for no-such-package-anywhere" in done.stderr
     assert "pip could not install" in done.stderr
