@@ -22,7 +22,9 @@ class GPU:
 
     Attributes:
         name: as in `GPUS`.
-        memory_bytes: device memory that a process sees.
+        memory_bytes: device memory that a process sees, below the datasheet's: PyTorch's "total
+            capacity", as users' out-of-memory messages on public trackers state it (79.10 GiB of
+            an "80 GB" H100, 44.39 GiB of a "48 GB" L40S with error correction).
         bf16_flops, fp8_flops: dense tensor-core peaks, per second (fp8: bf16 rate where absent).
         hbm_bytes_s: device-memory bandwidth.
         nvlink_bytes_s: NVLink (or PCIe) bandwidth to the node's other GPUs, one direction.
@@ -60,6 +62,10 @@ class GPU:
     source: str
 
 
+def _seen(gib: float) -> int:
+    return round(gib * GIB)
+
+
 def _like(base: GPU, **differs: Any) -> GPU:
     """A sibling of `base`; its kernels were not measured unless `measured` is given."""
     return dataclasses.replace(base, **{"measured": False, **differs})
@@ -77,7 +83,7 @@ _B = "fitted: benchmarks/cost_accuracy.py, one SimuMax row"
 
 _A100_80 = GPU(
     name="a100_80gb",
-    memory_bytes=80 * GIB,
+    memory_bytes=_seen(79.15),
     bf16_flops=312e12,
     fp8_flops=312e12,
     hbm_bytes_s=2.039e12,
@@ -94,7 +100,7 @@ _A100_80 = GPU(
 )
 _H100_80 = GPU(
     name="h100_80gb",
-    memory_bytes=80 * GIB,
+    memory_bytes=_seen(79.10),
     bf16_flops=989.4e12,
     fp8_flops=1978.9e12,
     hbm_bytes_s=3.35e12,
@@ -112,7 +118,7 @@ _H100_80 = GPU(
 )
 _B200 = GPU(
     name="b200",
-    memory_bytes=180 * GIB,
+    memory_bytes=_seen(178.35),
     bf16_flops=2250e12,
     fp8_flops=4500e12,
     hbm_bytes_s=8.0e12,
@@ -134,7 +140,7 @@ _GPUS = (
     _like(
         _A100_80,
         name="a100_40gb",
-        memory_bytes=40 * GIB,
+        memory_bytes=_seen(39.39),
         hbm_bytes_s=1.555e12,
         measured=True,
         source="NVIDIA A100 datasheet, SXM4 40 GB",
@@ -149,7 +155,7 @@ _GPUS = (
     _like(
         _H100_80,
         name="h100_96gb",
-        memory_bytes=96 * GIB,
+        memory_bytes=_seen(95.00),
         hbm_bytes_s=2.4e12,
         clocks=CAPPED_500W,
         source="torchtitan benchmarks page: H100 96 GB HBM2e at 500 W; rates as H100 SXM5",
@@ -157,7 +163,7 @@ _GPUS = (
     _like(
         _H100_80,
         name="h200",
-        memory_bytes=141 * 10**9,
+        memory_bytes=_seen(139.80),
         hbm_bytes_s=4.8e12,
         kernels="h200_sxm",
         measured=True,
@@ -172,7 +178,7 @@ _GPUS = (
     _like(
         _H100_80,
         name="h20",
-        memory_bytes=96 * GIB,
+        memory_bytes=_seen(95.00),
         bf16_flops=148e12,
         fp8_flops=296e12,
         hbm_bytes_s=4.0e12,
@@ -187,7 +193,7 @@ _GPUS = (
     _like(
         _B200,
         name="gb200",
-        memory_bytes=186 * GIB,
+        memory_bytes=_seen(184.31),
         bf16_flops=2500e12,
         fp8_flops=5000e12,
         host_bytes_s=225e9,
@@ -195,7 +201,7 @@ _GPUS = (
     ),
     GPU(
         name="v100",
-        memory_bytes=32 * GIB,
+        memory_bytes=_seen(31.73),
         bf16_flops=125e12,
         fp8_flops=125e12,
         hbm_bytes_s=0.9e12,
@@ -212,7 +218,7 @@ _GPUS = (
     ),
     GPU(
         name="l40s",
-        memory_bytes=48 * GIB,
+        memory_bytes=_seen(44.39),
         bf16_flops=362e12,
         fp8_flops=733e12,
         hbm_bytes_s=0.864e12,
@@ -229,7 +235,7 @@ _GPUS = (
     ),
     GPU(
         name="rtx4090",
-        memory_bytes=24 * GIB,
+        memory_bytes=_seen(23.52),
         bf16_flops=165.2e12,
         fp8_flops=330.3e12,
         hbm_bytes_s=1.008e12,

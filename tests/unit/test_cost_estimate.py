@@ -12,6 +12,7 @@ from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import main, read_model
 from nereus_plugins.cost.estimate import Estimate, Placed, batch_of, estimate, unit_costs
 from nereus_plugins.cost.explain import cluster_of, explanation
+from nereus_plugins.cost.hardware import find_gpu
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.cost.models import as_shape
@@ -166,7 +167,7 @@ def test_what_openrlhf_leaves_on_the_gpu() -> None:
     assert beside(on_host, knobs)["actor"] == asleep
     assert "rollout" not in beside(base, knobs)
     held = beside(dataclasses.replace(base, engine_sleeps=False), knobs)["rollout"]
-    assert held == pytest.approx(0.3 * 80 * 2**30)
+    assert held == pytest.approx(0.3 * find_gpu("h100").memory_bytes)
 
 
 def test_jobs_know_the_attention_of_models_that_ship() -> None:
