@@ -184,8 +184,10 @@ def _one_command(job: JobSpec, taken: Mapping[str, Assignment]) -> bool:
         return False
     if critic is None:
         return True
-    alternate = critic.devices != actor.devices or actor.knobs.offload_optimizer or job.cpu_adam
-    return critic.knobs == actor.knobs and alternate
+    alternate = critic.devices == actor.devices
+    return critic.knobs == actor.knobs and (
+        job.cpu_adam or actor.knobs.offload_optimizer == alternate
+    )
 
 
 def all_plans(case: Case) -> Iterator[tuple[bool, GlobalPlan]]:

@@ -136,7 +136,7 @@ def openrlhf_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
     for name, one in here.items():
         nodes, per_node = _nodes(len(one.devices))
         out += [f"--{name}.num_nodes {nodes}", f"--{name}.num_gpus_per_node {per_node}"]
-    if job.cpu_adam and {"actor", "critic"} <= here.keys():
+    if job.cpu_adam and "critic" in here and here["critic"].devices == actor.devices:
         # It moves nothing then, and lets actor and critic update one after the other.
         out.append("--ds.enable_sleep")
     rollout = chosen.assignments.get(S.ACTOR_GENERATE)

@@ -374,10 +374,13 @@ def _commands(
     """The settings among which a DeepSpeed plan has to choose one; [None] for other engines."""
     if job.backend != "deepspeed":
         return [None]
-    # Awake on the same GPUs, actor and critic would update at the same time.
-    alternate = placement.get("critic") == placement["actor"] and not job.cpu_adam
     found = dict.fromkeys(_Command.of(one) for one in actors)
-    return [command for command in found if command.sleeps or not alternate]
+    if "critic" not in placement or job.cpu_adam:
+        return list(found)
+    # Awake on the same GPUs, actor and critic would update at the same time; asleep on their own,
+    # one after the other.
+    alternate = placement["critic"] == placement["actor"]
+    return [command for command in found if command.sleeps == alternate]
 
 
 def usable_sizes(gpus: int, per_node: int) -> list[int]:
