@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -343,6 +343,15 @@ class ShardTable:
             shape=self.shape[keep],
             storages=self.storages.of_rank(rank),
         )
+
+    def on_ranks(self, ranks: Sequence[int]) -> ShardTable:
+        """The same shards, those of rank i on rank `ranks[i]`, which differ.
+
+        Raises: IndexError for a rank that is not in the list.
+        """
+        place = np.asarray(ranks, dtype=np.int32)
+        storages = replace(self.storages, rank=place[self.storages.rank])
+        return replace(self, rank=place[self.rank], storages=storages)
 
     def equals(self, other: ShardTable) -> bool:
         """Same tensors, storages and rows in the same order."""

@@ -175,7 +175,8 @@ class RankTransition:
 
     Args:
         units: by name; the same names on all ranks.
-        rank, world: of the default process group.
+        rank, world: of the default process group; while the set of ranks changes, of one that holds
+            the old ranks and the new.
         control: votes among the same ranks.
     """
 
@@ -202,6 +203,9 @@ class RankTransition:
         epoch: int,
         predicted: Mapping[str, ShardTable] | None = None,
         build_bytes: Mapping[str, Mapping[int, int]] | None = None,
+        *,
+        attempt: int | None = None,
+        ranks_change: bool = False,
     ) -> PrepareReport:
         """Build the target layouts and fill them; the old ones stay current.
 
@@ -213,20 +217,25 @@ class RankTransition:
             build_bytes: by unit and rank, device memory that building the target takes besides its
                 shards (`emu.feasibility.gradient_bytes_by_rank`, where the framework allocates
                 gradients with the model); counted against the memory budget.
+            attempt: the number of this attempt in the job, the same on all ranks; None: counted in
+                this process, which serves as long as all ranks were there from the start.
+            ranks_change: the layouts stand on other ranks than before, so that units move also
+                where their layout stays the same.
 
         Raises:
             TransitionAborted: on all ranks alike, after the old state was brought back.
             TransitionUnrecoverable: on all ranks alike, if that failed.
             ValueError, EpochError: on all ranks, before anything was done.
         """
-        attempt = self._begin(target, epoch, predicted or {}, build_bytes or {})
-        if not attempt.target:
-            self._attempt = attempt
-            return attempt.report
-        self._attempt = attempt
+        begun = self._begin(target, epoch, predicted or {}, build_bytes or {}, ranks_change)
+        if attempt is not None:
+            begun.number = attempt
+        self._attempt = begun
+        if not begun.target:
+            return begun.report
         for index, (step, subject) in enumerate(_PROLOGUE):
-            self._run(index, step, subject, list(attempt.target))
-        schedule = attempt.schedule
+            self._run(index, step, subject, list(begun.target))
+        schedule = begun.schedule
         assert schedule is not None
         for index, round_ in enumerate(schedule.rounds):
             if round_.step is Step.COMMIT:
@@ -234,7 +243,7 @@ class RankTransition:
             if index >= len(_PROLOGUE):
                 nodes = [schedule.graph.nodes[i] for i in round_.nodes]
                 self._run(index, round_.step, nodes[0].subject, self._names(nodes))
-        return attempt.report
+        return begun.report
 
     def commit(self) -> None:
         """Make the prepared layouts current. Votes once, then switches locally.
@@ -311,6 +320,7 @@ class RankTransition:
         epoch: int,
         predicted: Mapping[str, ShardTable],
         build_bytes: Mapping[str, Mapping[int, int]],
+        ranks_change: bool,
     ) -> _Attempt:
         if self._attempt is not None:
             raise RuntimeError("a transition is under way: commit() and release(), or abort() it")
@@ -324,7 +334,7 @@ class RankTransition:
         changes = {
             name: target[name]
             for name in sorted(target)
-            if target[name] != self.units[name].layout()
+            if ranks_change or target[name] != self.units[name].layout()
         }
         for name, layout in changes.items():
             if layout.world_size > self.world:

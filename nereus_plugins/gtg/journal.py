@@ -14,7 +14,7 @@ import getpass
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class JournalRecord:
     plan: the global plan as a dict (`GlobalPlan.to_dict()`), or layouts by unit.
     digest: the digest of the schedule that all ranks agreed on.
     step: the trainer's iteration after which the transition happened.
+    ranks: names of the processes of the epoch, by rank, where the job names them.
     who: user@host:pid of the writer. when: UTC, ISO 8601.
     """
 
@@ -49,6 +50,7 @@ class JournalRecord:
     who: str
     when: str
     reason: str = ""
+    ranks: Sequence[str] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -61,7 +63,15 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def commit(self, *, epoch: int, plan: Mapping[str, Any], digest: str, step: int) -> None:
+    def commit(
+        self,
+        *,
+        epoch: int,
+        plan: Mapping[str, Any],
+        digest: str,
+        step: int,
+        ranks: Sequence[str] = (),
+    ) -> None:
         """Record durably that `epoch` is committed; on return it survives a power cut.
 
         Raises EpochError if the journal already holds this epoch or a later one; OSError if the
@@ -73,7 +83,7 @@ class Journal:
                 f"{self.path}: epoch {epoch} is stale, the journal already holds epoch {last}; "
                 "another driver may be writing it, or the job was restarted with an old plan"
             )
-        self._append("commit", epoch, plan, digest, step, "")
+        self._append("commit", epoch, plan, digest, step, "", ranks)
 
     def abort(self, *, epoch: int, reason: str) -> None:
         """Take back the commit of `epoch`, which must be the last one; raises EpochError if not."""
@@ -81,7 +91,8 @@ class Journal:
         if current is None or current.epoch != epoch:
             held = "none" if current is None else current.epoch
             raise EpochError(f"{self.path}: epoch {epoch} is not the current one ({held})")
-        self._append("abort", epoch, current.plan, current.digest, current.step, reason)
+        last = current
+        self._append("abort", epoch, last.plan, last.digest, last.step, reason, last.ranks)
 
     def read(self) -> list[JournalRecord]:
         """All records in order. A torn last line (a crash while writing) is left out.
@@ -136,6 +147,7 @@ class Journal:
         digest: str,
         step: int,
         reason: str,
+        ranks: Sequence[str],
     ) -> None:
         record = JournalRecord(
             kind=kind,
@@ -146,6 +158,7 @@ class Journal:
             who=f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}",
             when=datetime.datetime.now(datetime.timezone.utc).isoformat(),
             reason=reason,
+            ranks=ranks,
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)

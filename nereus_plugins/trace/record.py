@@ -117,6 +117,7 @@ class TransitionRecord(Record):
     units: per unit: from, to, bytes_wire, bytes_local, seconds by phase, what was verified.
     seconds: wall seconds by phase of the whole transition as the driver saw them.
     reason: why it did not commit; empty when committed.
+    ranks: where the set of ranks changes: "from" and "to", how many; "joined" and "left", by name.
     """
 
     kind: ClassVar[str] = "transition"
@@ -128,6 +129,7 @@ class TransitionRecord(Record):
     units: Mapping[str, Any]
     seconds: Mapping[str, float]
     digest: str
+    ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS: Mapping[str, type[Record]] = {

@@ -56,6 +56,11 @@ def _transition(record: TransitionRecord) -> Iterator[str]:
     yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
     if record.reason:
         yield f"  because {record.reason}"
+    if record.ranks:
+        joined, left = (len(record.ranks[key]) for key in ("joined", "left"))
+        yield (
+            f"  ranks: {record.ranks['from']} -> {record.ranks['to']}, {joined} joined, {left} left"
+        )
     for name, unit in record.units.items():
         moved = unit.get("bytes_wire", 0)
         yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"

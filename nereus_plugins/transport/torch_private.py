@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,3 +82,62 @@ def forming_within(
         yield
     finally:
         distributed_c10d._new_group_with_tag = original
+
+
+# -- worlds ------------------------------------------------------------------------------------
+#
+# torch knows one default group at a time, "the world", but several may be alive: groups are
+# registered by themselves, each with its own ranks, and only a pointer says which one is the
+# default. What is built while a world is current (meshes, further groups) belongs to it.
+
+
+def current_world() -> dist.ProcessGroup:
+    """The default process group. Raises: ValueError if there is none."""
+    return distributed_c10d._get_default_group()
+
+
+def set_world(world: dist.ProcessGroup) -> None:
+    """Make a group that `form_world` made, or the first default group, the default. Local."""
+    distributed_c10d._update_default_pg(world)
+
+
+@contextmanager
+def in_world(world: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, `world` is the default group."""
+    before = current_world()
+    set_world(world)
+    try:
+        yield
+    finally:
+        set_world(before)
+
+
+def form_world(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> dist.ProcessGroup:
+    """A further default group, with the back end of the current one, which stays current.
+    Collective among its ranks, which must number groups alike (`name_groups_from`).
+
+    Args:
+        store: reachable by its ranks, with no keys of another world.
+        rank, size: of the new world. timeout_s: how long to wait for peers; work of the group has
+            torch's own timeout.
+
+    Raises: RuntimeError (torch.distributed's) where peers did not come.
+    """
+    before, hook = current_world(), sys.excepthook
+    backend = dist.get_backend_config(before)
+    distributed_c10d._update_default_pg(None)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        world = current_world()
+    finally:
+        set_world(before)
+        sys.excepthook = hook  # each call would wrap another one around it
+    usual = distributed_c10d._get_default_timeout(distributed_c10d.Backend(dist.get_backend(world)))
+    set_timeout(world, usual)
+    return world

@@ -187,3 +187,18 @@ def test_the_wire_form_is_the_same_in_each_process() -> None:
         concat([of_rank(0), of_rank(1)]).to_bytes() == concat([of_rank(0), of_rank(1)]).to_bytes()
     )
     assert ShardTable.from_bytes(memoryview(of_rank(1).to_bytes())).equals(of_rank(1))
+
+
+def test_shards_on_other_ranks() -> None:
+    table = concat([of_rank(0), of_rank(1)])
+    moved = table.on_ranks([3, 1])
+    assert moved.rank.tolist() == [3, 3, 3, 1, 1, 1]
+    assert sorted((s.rank, s.nbytes) for s in moved.storages.infos()) == [
+        (1, 24),
+        (1, 56),
+        (3, 24),
+        (3, 56),
+    ]
+    assert moved.on_ranks([0, 1, 2, 0]).equals(table)
+    with pytest.raises(IndexError):
+        table.on_ranks([5])

@@ -99,6 +99,12 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
         ({"enable": "yes"}, ".enable must be true or false"),
         ({"timeout_s": 0}, "timeout_s must be a number above 0"),
         ({"staging_mib": 0}, ".staging_mib must be an integer of at least 1"),
+        ({"claim_timeout_s": 0}, "claim_timeout_s must be a number above 0"),
+        ({"schedule": {1: {"ranks": 0}}}, ".schedule.1.ranks must be an integer of at least 1"),
+        ({"schedule": {1: {"leave": [0, 0]}}}, ".schedule.1.leave must list ranks"),
+        ({"schedule": {1: {"leave": 0}}}, ".schedule.1.leave must list ranks"),
+        ({"schedule": {1: {"rnks": 2}}}, ".schedule.1: unknown key 'rnks'; did you mean 'ranks'"),
+        ({"schedule": {1: {"actor": {"ranks": 2}}}}, ".schedule.1.actor: unknown key 'ranks'"),
         ({"memory_budget_gib": -1.0}, ".memory_budget_gib must be a number above 0"),
         ({"run_dir": ""}, ".run_dir must be a directory or null"),
         ({"schedule": [3]}, ".schedule must map steps to plans"),
@@ -135,7 +141,9 @@ def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
 
 def layouts_of(plan: dict[str, Any], backend: str = "fsdp2", world: int = 4) -> dict[str, Layout]:
     units = dict.fromkeys(("actor", "critic", "ref"), EngineDefaults())
-    return plan_layouts(plan, units=units, backend=backend, world_size=world, where="here")
+    now = Layout(dp=world, sharding="fsdp" if backend == "fsdp2" else "zero1")
+    current = dict.fromkeys(units, now)
+    return plan_layouts(plan, units=units, current=current, backend=backend, where="here")
 
 
 def test_a_bare_layout_is_for_every_unit() -> None:
@@ -151,6 +159,41 @@ def test_units_left_out_stay() -> None:
 
 def test_megatron_fills_in_dp_and_optimizer_sharding() -> None:
     assert layouts_of({"tp": 2}, "megatron")["actor"] == Layout(tp=2, dp=2, sharding="zero1")
+
+
+HSDP = Layout(dp=4, sharding="hsdp", shard_size=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        ({"ranks": 2}, {"actor": Layout(dp=2, sharding="fsdp")}),
+        ({"ranks": 8}, {"actor": Layout(dp=8, sharding="hsdp", shard_size=2)}),
+        ({"ranks": 4, "ulysses": 2}, {"actor": Layout(dp=2, ulysses=2, sharding="fsdp")}),
+        ({"dp": 8}, {"actor": Layout(dp=8, sharding="fsdp")}),
+        ({"actor": {"dp": 3, "ulysses": 2}}, {"actor": Layout(dp=3, ulysses=2, sharding="fsdp")}),
+        ({"ranks": 4, "leave": [1]}, {"actor": HSDP}),
+        ({"leave": [1]}, {}),
+    ],
+)
+def test_plans_that_change_the_number_of_ranks(
+    plan: dict[str, Any], wanted: dict[str, Layout]
+) -> None:
+    """Of a job on four ranks: `ranks` beside the layouts, or what a layout with dp takes."""
+    NereusConfig.from_dict({"schedule": {1: plan}})
+    units = {"actor": EngineDefaults()}
+    found = plan_layouts(plan, units=units, current={"actor": HSDP}, backend="fsdp2", where="here")
+    assert found == wanted
+
+
+def test_units_left_out_follow_to_other_ranks_by_dp() -> None:
+    units = dict.fromkeys(("actor", "critic"), EngineDefaults())
+    current = {"actor": HSDP, "critic": Layout(dp=2, ulysses=2, sharding="fsdp")}
+    plan = {"ranks": 8, "actor": {"shard_size": 4}}
+    assert plan_layouts(plan, units=units, current=current, backend="fsdp2", where="here") == {
+        "actor": Layout(dp=8, sharding="hsdp", shard_size=4),
+        "critic": Layout(dp=4, ulysses=2, sharding="fsdp"),
+    }
 
 
 def test_a_global_plan_gives_each_unit_its_layout() -> None:
@@ -169,8 +212,9 @@ def test_stages_of_one_unit_must_agree() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"tp": 3}, "= 3 must divide the job's 4 ranks; it may be 1, 2 or 4$"),
-        ({"dp": 2}, "takes 2 ranks, the job has 4; leave dp out"),
+        ({"tp": 3}, "= 3 must divide 4 ranks; it may be 1, 2 or 4$"),
+        ({"ranks": 4, "dp": 2}, "takes 2 ranks, the plan says 4; leave dp out"),
+        ({"ranks": 6, "ulysses": 4}, "must divide 6 ranks"),
         ({"shard_size": 3}, "shard_size=3 must divide"),
         ({"tp": 0}, "must be an integer of at least 1"),
     ],
@@ -215,7 +259,13 @@ def test_sequence_parallelism_is_carried_as_verl_sets_it() -> None:
     config = put(job("megatron"), "actor_rollout_ref.actor.megatron.sequence_parallel", True)
     unit = jobconfig.units(config)["actor"]
     units = {"actor": jobconfig.engine_defaults(config, unit)}
-    found = plan_layouts({"tp": 2}, units=units, backend="megatron", world_size=4, where="here")
+    found = plan_layouts(
+        {"tp": 2},
+        units=units,
+        current={"actor": Layout(dp=4)},
+        backend="megatron",
+        where="here",
+    )
     assert found["actor"].sequence_parallel
     override = "actor_rollout_ref.actor.megatron.override_transformer_config.sequence_parallel"
     assert not jobconfig.engine_defaults(put(config, override, False), unit).sequence_parallel
@@ -340,9 +390,9 @@ def test_coupling_and_the_reference_on_accelerators() -> None:
 # -- checking a transition ---------------------------------------------------------------------
 
 
-def check(config: dict[str, Any], current: Layout, **targets: Layout) -> None:
+def check(config: dict[str, Any], current: Layout, **targets: Layout) -> int:
     now = dict.fromkeys(jobconfig.units(config), current)
-    capabilities.check_targets(config, models(), now, targets, "plan")
+    return capabilities.check_targets(config, models(), now, targets, "plan")
 
 
 def test_a_plan_that_fits() -> None:
@@ -437,3 +487,61 @@ def test_stamp_of_another_world_size(tmp_path: Any) -> None:
 
 def test_a_checkpoint_without_a_stamp_passes(tmp_path: Any) -> None:
     stamp.check(tmp_path, {"actor": FSDP}, job())
+
+
+# -- the number of ranks -----------------------------------------------------------------------
+
+
+def elastic_job(engine: str = "fsdp2") -> dict[str, Any]:
+    return put(job(engine), "actor_rollout_ref.rollout.name", "hf_cpu")
+
+
+def everywhere(layout: Layout) -> dict[str, Layout]:
+    return dict.fromkeys(("actor", "critic", "ref"), layout)
+
+
+def test_the_number_of_ranks_can_change() -> None:
+    assert check(elastic_job(), FSDP, **everywhere(Layout(dp=2, sharding="fsdp"))) == 2
+    assert check(elastic_job(), FSDP, **everywhere(Layout(dp=8, sharding="fsdp"))) == 8
+    assert check(elastic_job(), FSDP) == 4
+    assert check(elastic_job("megatron"), DP4, **everywhere(Layout(dp=8, sharding="zero1"))) == 8
+    assert not capabilities.capabilities(elastic_job(), "0.9.1").devices_fixed
+
+
+DP4 = Layout(dp=4, sharding="zero1")
+EIGHT = Layout(dp=8, sharding="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "message"),
+    [
+        (elastic_job(), {"actor": EIGHT}, "actor 8, critic 4, ref 4; write `ranks`"),
+        (elastic_job(), everywhere(Layout(dp=3, sharding="fsdp")), "does not divide by 3"),
+        (
+            put(elastic_job(), "actor_rollout_ref.rollout.tensor_model_parallel_size", 2),
+            everywhere(Layout(dp=1, sharding="fsdp")),
+            "made for 2 ranks .*tensor_model_parallel_size.* set it to 1",
+        ),
+        (job(), everywhere(EIGHT), "vLLM, SGLang"),
+        (
+            put(elastic_job(), "trainer.device", "cuda"),
+            {"actor": EIGHT, "critic": EIGHT},
+            "verl keeps the FSDP2 reference in host memory",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_named(
+    config: dict[str, Any], targets: dict[str, Layout], message: str
+) -> None:
+    with pytest.raises(SpecError, match=f"^plan.*{message}"):
+        check(config, FSDP, **targets)
+
+
+@pytest.mark.parametrize("leave", [[4], [0, 1, 2, 3]])
+def test_ranks_that_leave_are_ranks_of_the_job_and_not_all(leave: list[int]) -> None:
+    now = everywhere(FSDP)
+    with pytest.raises(SpecError, match=r"plan\.leave: .*at least one of them must stay"):
+        capabilities.check_targets(elastic_job(), models(), now, {}, "plan", leave)
+    assert capabilities.check_targets(elastic_job(), models(), now, {}, "plan", [0]) == 4
+    with pytest.raises(SpecError, match="vLLM"):
+        capabilities.check_targets(job(), models(), now, {}, "plan", [0])

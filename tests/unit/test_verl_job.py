@@ -10,6 +10,7 @@ import pytest
 from nereus_verl import preflight, stamp
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
+from nereus_verl.ranks import staying
 
 from nereus_plugins.spec import Layout, SpecError
 from nereus_plugins.trace.record import TransitionRecord, read_records
@@ -42,10 +43,13 @@ def test_a_run_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         checked(tmp_path, {})
 
 
-class Group:
-    """A worker group without workers."""
+class NoRanks:
+    """The processes of a job that has none."""
 
-    _workers = ()
+    current = ()
+
+    def change_to(self, world: int, leave: tuple[int, ...]) -> None:
+        assert (world, leave) == (4, ())
 
 
 def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
@@ -69,7 +73,7 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
 
 def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
     """It counted on an earlier transition, which was aborted."""
-    run = VerlJob(checked(tmp_path, {2: {"actor": {"ulysses": 2}}}), [Group()])
+    run = VerlJob(checked(tmp_path, {2: {"actor": {"ulysses": 2}}}), NoRanks())
     run._layouts["actor"] = Layout(tp=4)
     record = run.at_boundary(2)
     assert record is not None
@@ -83,7 +87,7 @@ def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
 def test_last_words_are_said_where_records_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), [Group()])
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
 
     def lose_a_worker(*args: Any) -> None:
         raise WorkersFailed("the worker process of rank 1 died in 'prepare'")
@@ -104,12 +108,12 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The journal took the commit, a rank failed before any switched, and then there is no room."""
-    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), [Group()])
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
     report = {"mode": "intact", "digest": "d", "units": {}, "seconds": {}}
     aborted = {"phase": "commit", "rank": 1, "reason": "KeyError: 'x'", "lost_ranks": []}
     answers = {"prepare": [{"report": report}], "commit": [{"aborted": aborted}]}
 
-    def call(phase: str, function: Any, *args: Any) -> list[Any]:
+    def call(ranks: Any, phase: str, function: Any, *args: Any, change: Any = None) -> list[Any]:
         if phase == "commit":
             monkeypatch.setattr(run._records, "write", no_space)
             monkeypatch.setattr(run._journal, "_append", no_space)
@@ -127,3 +131,18 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
     said = capsys.readouterr().out
     assert "the old layout trains on: rank 1 in commit: KeyError: 'x'" in said
     assert "step 2: not in the records, which could not be written" in said
+
+
+@pytest.mark.parametrize(
+    ("count", "world", "leave", "stay"),
+    [
+        (4, 4, (), (0, 1, 2, 3)),
+        (2, 4, (), (0, 1)),
+        (4, 2, (), (0, 1)),
+        (4, 4, (0, 2), (1, 3)),
+        (4, 2, (1,), (0, 2)),
+        (4, 3, (3,), (0, 1, 2)),
+    ],
+)
+def test_which_ranks_stay(count: int, world: int, leave: tuple[int, ...], stay: Any) -> None:
+    assert staying(count, world, leave) == stay

@@ -8,7 +8,7 @@ with Nereus on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,6 +316,14 @@ _REF_OFFLOAD = (
     "verl keeps the FSDP2 reference in host memory (CPUOffloadPolicy) wherever there is an "
     "accelerator, out of reach of the ranks' transport: its layout stays as it is"
 )
+# Rollouts that follow where the set of ranks changes.
+ELASTIC_ROLLOUTS = ("hf_cpu",)
+_FIXED_ROLLOUT = Refusal(
+    "ranks that join and leave with vLLM, SGLang or TensorRT-LLM",
+    "nereus.schedule: ranks, dp",
+    "ending and launching their engines in a running job has not been tested",
+    "keep the number of ranks",
+)
 
 
 def all_refusals() -> tuple[Refusal, ...]:
@@ -327,6 +335,7 @@ def all_refusals() -> tuple[Refusal, ...]:
         _MIXED,
         _MODEL,
         _SHUFFLE,
+        _FIXED_ROLLOUT,
         *(rule.refusal for rule in _RULES),
     )
 
@@ -385,7 +394,10 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
         framework_version=version,
         stages=stages,
         coupled=coupled,
-        devices_fixed=True,
+        devices_fixed=not (
+            set(changeable(config)) == set(units)
+            and select(config, "actor_rollout_ref.rollout.name") in ELASTIC_ROLLOUTS
+        ),
         refused=all_refusals(),
     )
 
@@ -399,15 +411,20 @@ def check_targets(
     current: Mapping[str, Layout],
     targets: Mapping[str, Layout],
     where: str,
-) -> None:
+    leave: Sequence[int] = (),
+) -> int:
     """Check target layouts against the model, the ranks, what is coupled, and the batch sizes.
 
     Args:
         models: by unit. current: layout in force, by unit. targets: by unit; others stay.
         where: the setting the targets come from.
+        leave: ranks that must leave.
+
+    Returns: how many ranks there are afterwards.
 
     Raises: SpecError naming `where` or verl's setting that is in the way.
     """
+    world = _check_ranks(config, current, targets, where, leave)
     units = changeable(config)
     for name, target in targets.items():
         here = f"{where}.{name}"
@@ -415,7 +432,7 @@ def check_targets(
             raise SpecError(f"{here}: this unit cannot change. {_REF_OFFLOAD}")
         unit = units[name]
         try:
-            target.check(models[name], jobconfig.world_size(config))
+            target.check(models[name], world)
         except SpecError as error:
             raise SpecError(f"{here}: {error}") from None
         changed = _changed(current[name], target)
@@ -430,6 +447,50 @@ def check_targets(
                 )
         _check_batches(config, unit, target, models[name], here)
     _check_coupled(config, current, targets, where)
+    return world
+
+
+def _check_ranks(
+    config: Mapping[str, Any],
+    current: Mapping[str, Layout],
+    targets: Mapping[str, Layout],
+    where: str,
+    leave: Sequence[int],
+) -> int:
+    """The number of ranks of a plan. Raises: SpecError where units differ, or cannot change it."""
+    after = {name: targets.get(name, current[name]) for name in jobconfig.units(config)}
+    worlds = {name: layout.world_size for name, layout in after.items()}
+    now = next(iter(current.values())).world_size
+    world = next(iter(worlds.values()))
+    if len(set(worlds.values())) > 1:
+        if "ref" in worlds and "ref" not in changeable(config):
+            raise SpecError(
+                f"{where}: the number of ranks cannot change in this job. {_REF_OFFLOAD}"
+            )
+        listed = ", ".join(f"{name} {size}" for name, size in worlds.items())
+        raise SpecError(
+            f"{where}: all units share the job's ranks, this plan gives {listed}; write "
+            "`ranks` beside the units, so that those left out follow, or give each a layout of as "
+            "many ranks"
+        )
+    if world == now and not leave:
+        return world
+    if leave and (max(leave) >= now or len(leave) == now):
+        raise SpecError(
+            f"{where}.leave: ranks {list(leave)} of {now}, which are 0 to {now - 1}: at least one "
+            "of them must stay"
+        )
+    rollout = str(select(config, "actor_rollout_ref.rollout.name"))
+    if rollout not in ELASTIC_ROLLOUTS:
+        raise SpecError(f"{where}: the set of ranks cannot change. {_FIXED_ROLLOUT}")
+    replica = jobconfig.ranks_per_replica(config)
+    if world % replica:
+        raise SpecError(
+            f"{where}: a rollout replica is made for {replica} ranks "
+            "(actor_rollout_ref.rollout.tensor_model_parallel_size and its like), which do not "
+            f"divide {world}; set it to 1, or choose another number of ranks"
+        )
+    return world
 
 
 def _changed(old: Layout, new: Layout) -> list[str]:

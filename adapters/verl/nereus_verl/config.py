@@ -6,16 +6,20 @@ A schedule maps a training step to the layouts that hold from the end of that st
       schedule:
         5: {tp: 1, pp: 2}                                  # every unit
         10: {actor: {shard_size: 2}, critic: {ulysses: 2}} # unit by unit; the others stay
+        15: {ranks: 4, tp: 2}                              # on four ranks from now on
+        20: {ranks: 2, actor: {ulysses: 2}}                # on two; the others follow by dp
+        25: {leave: [0]}                                   # rank 0 leaves, another joins for it
 
 The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1; `dp` left
-out takes the remaining ranks; `sharding` and `sequence_parallel` left out are what verl's own
+out takes the remaining ranks; `ranks` left out is what the layouts take, which is the number in
+force where they leave `dp` out; `sharding` and `sequence_parallel` left out are what verl's own
 settings make the engine do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereus_plugins.spec import FrozenMap, GlobalPlan, Layout, Record, SpecError
@@ -30,6 +34,7 @@ from nereus_plugins.spec.record import (
 
 UNITS = ("actor", "critic", "ref")
 BACKENDS = ("fsdp2", "megatron")
+RANKS, LEAVE = "ranks", "leave"
 LAYOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Layout))
 
 
@@ -46,6 +51,7 @@ class NereusConfig(Record):
         staging_mib: packing buffer on each rank, in MiB: the most that one message carries; None:
             what suits the back end.
         timeout_s: how long a rank waits for the others in one phase of a transition.
+        claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
         memory_budget_gib: device memory of one rank that old and new layout may take together;
             what does not fit is parked in host memory meanwhile. None: what is free at the time on
             an accelerator, no limit on CPU.
@@ -57,6 +63,7 @@ class NereusConfig(Record):
     checksum: bool = True
     staging_mib: int | None = None
     timeout_s: float = 300.0
+    claim_timeout_s: float = 60.0
     memory_budget_gib: float | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +72,7 @@ class NereusConfig(Record):
         if self.staging_mib is not None:
             require_int("nereus", "staging_mib", self.staging_mib)
         require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
+        require_number("nereus", "claim_timeout_s", self.claim_timeout_s, above=0.0)
         if self.memory_budget_gib is not None:
             require_number("nereus", "memory_budget_gib", self.memory_budget_gib, above=0.0)
         require(
@@ -83,8 +91,9 @@ class NereusConfig(Record):
             if key not in names:
                 raise unknown_key(key, names, "nereus")
         values = dict(data)
-        if isinstance(values.get("timeout_s"), int) and not isinstance(values["timeout_s"], bool):
-            values["timeout_s"] = float(values["timeout_s"])
+        for name in ("timeout_s", "claim_timeout_s"):
+            if isinstance(values.get(name), int) and not isinstance(values[name], bool):
+                values[name] = float(values[name])
         if values.get("schedule") is None:
             values.pop("schedule", None)
         return cls(**values)
@@ -116,24 +125,37 @@ def _check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "assignments" in plan:
         GlobalPlan.from_dict(plan, where=where)
         return plan
+    whole, plan = plan, {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
+    if RANKS in whole:
+        require_int(where, RANKS, whole[RANKS])
+    _check_leave(whole.get(LEAVE, ()), f"{where}.{LEAVE}")
     if set(plan) & set(UNITS) or any(isinstance(value, Mapping) for value in plan.values()):
         for unit, layout in plan.items():
             if unit not in UNITS:
-                raise unknown_key(unit, UNITS, where)
+                raise unknown_key(unit, (*UNITS, RANKS, LEAVE), where)
             require(
                 isinstance(layout, Mapping),
                 f"{where}.{unit} must be layout fields, like {{tp: 2}}, got {layout!r}",
             )
-            _check_fields(layout, f"{where}.{unit}")
-        return plan
-    _check_fields(plan, where)
-    return plan
+            _check_fields(layout, LAYOUT_FIELDS, f"{where}.{unit}")
+        return whole
+    _check_fields(plan, (*LAYOUT_FIELDS, RANKS, LEAVE), where)
+    return whole
 
 
-def _check_fields(layout: Mapping[str, Any], where: str) -> None:
+def _check_leave(ranks: Any, where: str) -> None:
+    require(
+        isinstance(ranks, (list, tuple))
+        and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks)
+        and len(set(ranks)) == len(ranks),
+        f"{where} must list ranks, like [0, 3], each once, got {ranks!r}",
+    )
+
+
+def _check_fields(layout: Mapping[str, Any], valid: Sequence[str], where: str) -> None:
     for key in layout:
-        if key not in LAYOUT_FIELDS:
-            raise unknown_key(key, LAYOUT_FIELDS, where)
+        if key not in valid:
+            raise unknown_key(key, valid, where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +174,7 @@ def resolve_layout(
     *,
     backend: str,
     world_size: int,
+    fixed: bool,
     defaults: EngineDefaults,
     where: str,
 ) -> Layout:
@@ -160,7 +183,8 @@ def resolve_layout(
     Args:
         fields: layout fields as written in the schedule.
         backend: "fsdp2" or "megatron".
-        world_size: ranks of the job; all of them take part.
+        world_size: ranks that a layout without `dp` takes.
+        fixed: whether a layout with `dp` must take as many.
         defaults: for what is left out.
         where: the setting that `fields` stand under, for error messages.
 
@@ -172,9 +196,12 @@ def resolve_layout(
         value = values.get(name, 1)
         require_int(where, name, value)
         others *= value
+    if "dp" in values and not fixed:
+        require_int(where, "dp", values["dp"])
+        world_size = values["dp"] * others
     require(
         world_size % others == 0,
-        f"{where}: tp*pp*cp*ulysses = {others} must divide the job's {world_size} ranks; it may be "
+        f"{where}: tp*pp*cp*ulysses = {others} must divide {world_size} ranks; it may be "
         f"{divisors_text(world_size)}",
     )
     values.setdefault("dp", world_size // others)
@@ -194,7 +221,7 @@ def resolve_layout(
         raise SpecError(f"{where}: {error}") from None
     require(
         layout.world_size == world_size,
-        f"{where}: layout {layout} takes {layout.world_size} ranks, the job has {world_size}; "
+        f"{where}: layout {layout} takes {layout.world_size} ranks, the plan says {world_size}; "
         "leave dp out, or correct it",
     )
     return layout
@@ -204,22 +231,27 @@ def plan_layouts(
     plan: Mapping[str, Any],
     *,
     units: Mapping[str, EngineDefaults],
+    current: Mapping[str, Layout],
     backend: str,
-    world_size: int,
     where: str,
 ) -> dict[str, Layout]:
-    """Unit -> target layout of one scheduled plan; units it does not name are left out.
+    """Unit -> target layout of one scheduled plan; units that stay as they are are left out.
 
     Args:
         plan: as checked by `NereusConfig`.
-        units: the job's units that can change.
+        units: the job's units that can change. current: layouts before it, by unit.
 
     Raises: SpecError naming the setting.
     """
     if "assignments" in plan:
         return global_plan_layouts(GlobalPlan.from_dict(plan, where=where), units, where)
-    if not set(plan) & set(UNITS):
+    fixed = RANKS in plan
+    ranks = int(plan.get(RANKS, next(iter(current.values())).world_size))
+    plan = {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
+    if plan and not set(plan) & set(UNITS):
         plan = {unit: plan for unit in units}
+    if fixed:
+        plan = {unit: plan.get(unit, _but_for_dp(current[unit], ranks)) for unit in units} | plan
     out: dict[str, Layout] = {}
     for unit, fields in plan.items():
         require(
@@ -229,11 +261,22 @@ def plan_layouts(
         out[unit] = resolve_layout(
             fields,
             backend=backend,
-            world_size=world_size,
+            world_size=ranks,
+            fixed=fixed,
             defaults=units[unit],
             where=f"{where}.{unit}",
         )
     return out
+
+
+def _but_for_dp(layout: Layout, ranks: int) -> dict[str, Any]:
+    """The fields of a layout that follows to `ranks` ranks by its data parallelism."""
+    fields = layout.to_dict()
+    for name in ("dp", "sharding"):
+        fields.pop(name, None)
+    if (layout.shard_size or 0) >= ranks:
+        fields.pop("shard_size")
+    return fields
 
 
 def global_plan_layouts(

@@ -25,6 +25,8 @@ def call_all(
     *args: Any,
     timeout_s: float,
     hopeless: Callable[[Any], str] = lambda result: "",
+    each: Sequence[tuple[Any, ...]] | None = None,
+    without: Callable[[int, str], Any] | None = None,
 ) -> list[Any]:
     """Run `function(worker, *args)` in every worker process; results by rank.
 
@@ -33,11 +35,14 @@ def call_all(
         phase: what is being done, for error messages.
         timeout_s: for all of them together.
         hopeless: why, after this result of one rank, the others need not be waited for; "" if not.
+        each: by rank, further arguments.
+        without: for a rank and how it failed, the result to go on with; it raises WorkersFailed
+            where the job cannot go on without that rank (as by default, without any).
 
     Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
     """
     pending = {
-        verl_private.call_worker(worker, function, *args): rank
+        verl_private.call_worker(worker, function, *args, *(each[rank] if each else ())): rank
         for rank, worker in enumerate(workers)
     }
     results: list[Any] = [None] * len(workers)
@@ -48,20 +53,30 @@ def call_all(
             rank = pending.pop(ref)
             try:
                 results[rank] = ray.get(ref)
-            except RayActorError as error:
-                raise WorkersFailed(
-                    f"the worker process of rank {rank} died in {phase!r}"
-                ) from error
-            except RayTaskError as error:
-                raise WorkersFailed(f"rank {rank} failed in {phase!r}: {error.cause!r}") from error
             except RayError as error:
-                raise WorkersFailed(f"rank {rank} was lost in {phase!r}: {error}") from error
+                failure = _failure(error, rank, phase)
+                if without is None:
+                    raise WorkersFailed(failure) from error
+                results[rank] = without(rank, failure)
             if reason := hopeless(results[rank]):
                 raise WorkersFailed(reason)
         if pending and time.monotonic() > deadline:
             ranks = ", ".join(str(r) for r in sorted(pending.values()))
-            raise WorkersFailed(
+            failure = (
                 f"rank(s) {ranks} did not answer in {phase!r} within {timeout_s:g} s; raise "
                 "nereus.timeout_s if they were only slow"
             )
+            if without is None:
+                raise WorkersFailed(failure)
+            for rank in pending.values():
+                results[rank] = without(rank, failure)
+            break
     return results
+
+
+def _failure(error: RayError, rank: int, phase: str) -> str:
+    if isinstance(error, RayActorError):
+        return f"the worker process of rank {rank} died in {phase!r}"
+    if isinstance(error, RayTaskError):
+        return f"rank {rank} failed in {phase!r}: {error.cause!r}"
+    return f"rank {rank} was lost in {phase!r}: {error}"

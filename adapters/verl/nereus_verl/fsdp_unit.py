@@ -32,6 +32,8 @@ class BuiltFsdp:
     def described(self) -> DescribedUnit:
         """Raises: UnsupportedState for state that is not a box."""
         engine = self.engine
+        if engine.module is None:  # this rank is not part of the layout
+            return DescribedUnit()
         return describe_fsdp2(
             engine.module,
             engine.optimizer,
@@ -55,18 +57,21 @@ class FsdpUnit:
 
     Args:
         name: "actor", "critic" or "ref".
-        engine: verl's engine, initialised.
+        engine: verl's engine, initialised; or with nothing in it (`verl_private.empty_engines`).
         timeout_s: how long the transition's votes wait.
+        elsewhere: the unit's layout, where this rank is not part of it and the engine is empty.
     """
 
-    def __init__(self, name: str, engine: Any, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, engine: Any, timeout_s: float, elsewhere: Layout | None = None
+    ) -> None:
         self.name = name
         self._timeout_s = timeout_s
         groups = GroupSet()
         for mesh in (engine.device_mesh, engine.ulysses_device_mesh):
             for group in mesh.get_all_groups() if mesh is not None else []:
                 groups.add(group)
-        self._current = BuiltFsdp(engine, engine_layout(engine), groups)
+        self._current = BuiltFsdp(engine, elsewhere or engine_layout(engine), groups)
 
     @property
     def engine(self) -> Any:
@@ -76,7 +81,8 @@ class FsdpUnit:
         return self._current.layout
 
     def described(self) -> DescribedUnit:
-        offload.onto_device(self.engine)
+        if self.engine.module is not None:
+            offload.onto_device(self.engine)
         return self._current.described()
 
     def free_gradients(self) -> None:
@@ -113,8 +119,9 @@ class FsdpUnit:
                 # Compiled for shapes, not for a layout: sharing it saves compiling again.
                 engine.compute_entropy_from_logits = old.compute_entropy_from_logits
                 engine.initialize()
-                if hasattr(old.module, "generation_config"):
-                    engine.module.generation_config = old.module.generation_config
+                generation = verl_private.generation_config(old)
+                if generation is not None:
+                    engine.module.generation_config = generation
                 offload.onto_device(engine)
                 if engine.optimizer is not None:
                     ensure_optimizer_state(engine.optimizer)
@@ -143,7 +150,8 @@ class FsdpUnit:
         memory.OUTSTANDING.released()
 
     def settle(self) -> None:
-        offload.settle(self.engine)
+        if self.engine.module is not None:
+            offload.settle(self.engine)
 
 
 def engine_layout(engine: Any) -> Layout:

@@ -26,11 +26,17 @@ from nereus_verl import capabilities, jobconfig, stamp, verl_private, worker
 from nereus_verl.config import global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all
 from nereus_verl.preflight import Preflight
+from nereus_verl.ranks import (
+    DRIVER_PATIENCE,
+    SETUP_TIMEOUT_S,
+    Change,
+    ClaimFailed,
+    Rank,
+    Ranks,
+    Setup,
+)
 
 JOURNAL_FILE = "journal.jsonl"
-SETUP_TIMEOUT_S = 600.0
-# A phase has many steps, each of which may use up the ranks' own time limit before it fails.
-DRIVER_PATIENCE = 4.0
 PACKAGES = ("nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers")
 
 
@@ -43,13 +49,12 @@ class VerlJob:
 
     Args:
         checked: what was found before the job started.
-        worker_groups: verl's worker groups (they share their processes), the actor's first.
+        ranks: the job's processes.
     """
 
-    def __init__(self, checked: Preflight, worker_groups: Sequence[Any]) -> None:
+    def __init__(self, checked: Preflight, ranks: Ranks) -> None:
         self.checked = checked
-        self._groups = list({id(group): group for group in worker_groups}.values())
-        self._workers = verl_private.workers_of(self._groups[0])
+        self._ranks = ranks
         self._layouts = dict(checked.layouts)
         self._records = RecordWriter(checked.run_dir)
         self._journal = Journal(checked.run_dir / JOURNAL_FILE)
@@ -58,28 +63,20 @@ class VerlJob:
         self._epoch = self._attempts
         self._step = 0
         self._last: StepRecord | None = None
-        self._node_of: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
 
         Raises: WorkersFailed; RuntimeError if verl built another layout than configured.
         """
-        options = self.checked.nereus
-        staging = None if options.staging_mib is None else options.staging_mib << 20
-        models = {name: model.to_dict() for name, model in self.checked.models.items()}
         answers = call_all(
-            self._workers,
+            self._ranks.workers,
             "setup",
             worker.setup,
-            models,
-            options.checksum,
-            staging,
-            options.timeout_s,
+            *self._ranks.setup.args(),
             timeout_s=SETUP_TIMEOUT_S,
         )
-        hosts = [answer["host"] for answer in answers]
-        self._node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
+        self._ranks.set_hosts([answer["host"] for answer in answers])
         for answer in answers:
             built = {name: Layout.from_dict(f) for name, f in answer["layouts"].items()}
             if any(not _same_ranks(built[name], self._layouts[name]) for name in self._layouts):
@@ -95,11 +92,13 @@ class VerlJob:
                 time_unix_s=now_s(),
                 source="verl",
                 versions=_versions(),
-                world_size=len(self._workers),
+                world_size=len(self._ranks),
                 plan=self.layouts(),
-                config=dataclasses.asdict(options) | {"schedule": self._schedule()},
+                config=dataclasses.asdict(self.checked.nereus) | {"schedule": self._schedule()},
             )
         )
+        if missing := self._ranks.missing(self.checked.most_ranks()):
+            say(f"warning: {missing}")
         say(
             f"on; start {_listed(self._layouts)}; {len(self.checked.targets)} transitions scheduled"
         )
@@ -115,7 +114,7 @@ class VerlJob:
             for name, layout in self._layouts.items()
             for stage in capabilities.STAGES[name]
         }
-        rollout = jobconfig.rollout_layout(self.checked.config)
+        rollout = jobconfig.rollout_layout(self.checked.config, len(self._ranks))
         assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout)
         return GlobalPlan(assignments, name=f"epoch-{self._epoch}")
 
@@ -155,6 +154,9 @@ class VerlJob:
     def layout(self, unit: str) -> Layout:
         return self._layouts[unit]
 
+    def world_size(self) -> int:
+        return len(self._ranks)
+
     def data_parallelism_changed(self) -> bool:
         """Whether a unit that trains has another dp than at the job's start."""
         return any(
@@ -174,7 +176,8 @@ class VerlJob:
         if targets is None:
             return None
         try:
-            return self.transition(targets, f"nereus.schedule.{step}")
+            leave = self.checked.leave[step]
+            return self.transition(targets, f"nereus.schedule.{step}", leave)
         except SpecError as error:
             self._attempts += 1
             changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
@@ -182,11 +185,15 @@ class VerlJob:
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
 
-    def transition(self, targets: Mapping[str, Layout], where: str) -> TransitionRecord:
+    def transition(
+        self, targets: Mapping[str, Layout], where: str, leave: Sequence[int] = ()
+    ) -> TransitionRecord:
         """One transition of the named units, as a transaction.
 
         Args:
             targets: by unit; others stay. where: what asked for it, for messages.
+            leave: ranks that must leave; others join for them, or follow them out, as the layouts
+                take more or fewer ranks than stay.
 
         Returns: the record, also when it was aborted: then the old layouts are in force.
 
@@ -195,9 +202,14 @@ class VerlJob:
             TransitionFailed: the job must end.
         """
         checked = self.checked
-        capabilities.check_targets(checked.config, checked.models, self._layouts, targets, where)
+        world = capabilities.check_targets(
+            checked.config, checked.models, self._layouts, targets, where, leave
+        )
+        change = self._ranks.change_to(world, leave)
         changes = {
-            name: layout for name, layout in targets.items() if layout != self._layouts[name]
+            name: targets.get(name, layout)
+            for name, layout in self._layouts.items()
+            if change is not None or targets.get(name, layout) != layout
         }
         self._attempts += 1
         run = _Run(
@@ -206,7 +218,10 @@ class VerlJob:
         if changes:
             say(f"step {self._step}: {run.listed()} ...")
             try:
-                self._execute(run, changes)
+                if change is None:
+                    self._execute(run, changes, self._ranks.current)
+                else:
+                    self._execute_on_other_ranks(run, changes, change)
             except (WorkersFailed, TransitionFailed) as error:
                 run.outcome, run.reason = "failed", str(error)
                 last_words = self._last_words(run)
@@ -232,34 +247,80 @@ class VerlJob:
         except OSError as error:
             say(f"step {record.step}: not in the records, which could not be written: {error}")
 
-    def _execute(self, run: _Run, changes: Mapping[str, Layout]) -> None:
+    def _execute_on_other_ranks(
+        self, run: _Run, changes: Mapping[str, Layout], change: Change
+    ) -> None:
+        """As `_execute`, with ranks that join before and ranks that leave after it."""
+        options = self.checked.nereus
+        run.ranks = change.to_dict()
+        try:
+            with run.timed("claim"):
+                change.claim(self.layouts(), run.step, options.claim_timeout_s)
+            run.ranks = change.to_dict()
+            with run.timed("join"):
+                change.join()
+            self._execute(run, changes, change.union, change)
+        except ClaimFailed as error:
+            run.outcome, run.reason = "aborted", str(error)
+        if run.outcome != "committed":
+            with run.timed("give_back"):
+                change.give_back()
+            return
+        with run.timed("follow"):
+            try:
+                kept, launched = change.follow()
+            except WorkersFailed:
+                raise
+            except Exception as error:
+                raise TransitionFailed(
+                    f"the state is in its new layout, but the rollout did not follow: {error!r}"
+                ) from error
+        run.ranks |= {"rollout_replicas_kept": kept, "rollout_replicas_launched": launched}
+
+    def _execute(
+        self,
+        run: _Run,
+        changes: Mapping[str, Layout],
+        ranks: Sequence[Rank],
+        change: Change | None = None,
+    ) -> None:
+        """The transaction.
+
+        Args:
+            ranks: that take part. change: of the set of ranks, over whose union this runs.
+        """
         wanted = {name: layout.to_dict() for name, layout in changes.items()}
+        hosts = [rank.host for rank in ranks]
+        node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
+
+        def call(phase: str, function: Any, *args: Any) -> list[Any]:
+            return self._call(ranks, phase, function, *args, change=change)
+
         with run.timed("prepare"):
-            budget = self._budget(list(changes))
-            answers = self._call(
-                "prepare", worker.prepare, wanted, run.epoch, run.step, self._node_of, budget
-            )
+            budget = self._budget(ranks, list(changes))
+            answers = call("prepare", worker.prepare, wanted, run.epoch, run.step, node_of, budget)
         if run.aborted(answers):
             return
         reports = [answer["report"] for answer in answers]
         run.prepared(reports)
         digests = {report["digest"] for report in reports}
         if len(digests) != 1:
-            self._call("abort", worker.abort)
+            call("abort", worker.abort)
             raise TransitionFailed(f"ranks prepared different schedules: {sorted(digests)}")
         after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
+        names = [rank.name for rank in (ranks if change is None else change.after)]
         try:
             with run.timed("journal"):
                 self._journal.commit(
-                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step
+                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step, ranks=names
                 )
         except (OSError, JournalError, EpochError) as error:
-            self._call("abort", worker.abort)
+            call("abort", worker.abort)
             run.outcome, run.reason = "aborted", f"the journal was not written: {error}"
             return
         run.journaled = True
         with run.timed("commit"):
-            answers = self._call("commit", worker.commit)
+            answers = call("commit", worker.commit)
         if run.aborted(answers):
             try:
                 self._journal.abort(epoch=run.epoch, reason=run.reason)
@@ -268,24 +329,47 @@ class VerlJob:
             return
         self._layouts.update(changes)
         self._epoch = run.epoch
-        for group in self._groups:
+        for group in self._ranks.groups:
             verl_private.forget_dispatch(group)
         with run.timed("release"):
-            answers = self._call("release", worker.release)
+            answers = call("release", worker.release)
         run.released(answers)
 
-    def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
+    def _call(
+        self,
+        ranks: Sequence[Rank],
+        phase: str,
+        function: Any,
+        *args: Any,
+        change: Change | None = None,
+    ) -> list[Any]:
+        def hopeless(answer: Any) -> str:
+            return _lost_ranks(answer, change)
+
+        def without(rank: int, failure: str) -> Any:
+            # Before the commit the old layout is whole without the ranks that were to join. The
+            # others notice by themselves, and abort.
+            if change is None or not change.can_lose(rank) or phase not in ("prepare", "commit"):
+                raise WorkersFailed(failure)
+            return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}
+
         patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
         return call_all(
-            self._workers, phase, function, *args, timeout_s=patience, hopeless=_lost_ranks
+            [rank.worker for rank in ranks],
+            phase,
+            function,
+            *args,
+            timeout_s=patience,
+            hopeless=hopeless,
+            without=without,
         )
 
-    def _budget(self, names: list[str]) -> int | None:
+    def _budget(self, ranks: Sequence[Rank], names: list[str]) -> int | None:
         """Device bytes for old and new state of the units `names` on one rank; the same for all."""
         fixed = self.checked.nereus.memory_budget_gib
         if fixed is not None:
             return int(fixed * (1 << 30))
-        free = self._call("free_memory", worker.free_memory, names)
+        free = self._call(ranks, "free_memory", worker.free_memory, names)
         known = [value for value in free if value is not None]
         return min(known) if known else None
 
@@ -307,7 +391,7 @@ class VerlJob:
 
     def memory(self) -> dict[str, int]:
         """The largest value over ranks of what `worker.memory` reports."""
-        answers = self._call("memory", worker.memory)
+        answers = self._call(self._ranks.current, "memory", worker.memory)
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def write_step(self, record: StepRecord) -> None:
@@ -325,12 +409,14 @@ class VerlJob:
         }
 
 
-def _lost_ranks(answer: Any) -> str:
+def _lost_ranks(answer: Any, change: Change | None) -> str:
     """Why the job cannot go on after a rank's answer, "" if it can."""
     aborted = answer.get("aborted") if isinstance(answer, dict) else None
-    if not aborted or not aborted["lost_ranks"]:
+    ranks = [] if not aborted else aborted["lost_ranks"]
+    needed = [rank for rank in ranks if change is None or not change.can_lose(rank)]
+    if not aborted or not needed:
         return ""
-    lost = ", ".join(map(str, aborted["lost_ranks"]))
+    lost = ", ".join(map(str, needed))
     return f"rank(s) {lost} are dead or hung; {aborted['phase']}: {aborted['reason']}"
 
 
@@ -346,6 +432,7 @@ class _Run:
         self.digest = ""
         self.journaled = False
         self.mode = "unchanged"
+        self.ranks: dict[str, Any] = {}
         self.units: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
 
@@ -395,6 +482,7 @@ class _Run:
             units=units,
             seconds=self.seconds,
             digest=self.digest,
+            ranks=self.ranks,
         )
 
     def listed(self) -> str:
@@ -406,12 +494,23 @@ class _Run:
         if self.outcome == "aborted":
             return f"transition aborted, the old layout trains on: {self.reason}"
         wire = sum(unit.get("bytes_wire", 0) for unit in self.units.values())
-        stalled = sum(self.seconds.get(p, 0.0) for p in ("prepare", "journal", "commit", "release"))
+        stalled = sum(value for phase, value in self.seconds.items() if "." not in phase)
         note = f"; {self.reason}" if self.reason else ""
         return (
             f"epoch {self.epoch} committed: {self.listed()}; {wire / 1e6:.1f} MB between ranks, "
             f"{stalled:.2f} s{note}"
         )
+
+
+def setup(checked: Preflight) -> Setup:
+    """What the job's processes are told."""
+    options = checked.nereus
+    return Setup(
+        models={name: model.to_dict() for name, model in checked.models.items()},
+        checksum=options.checksum,
+        staging_bytes=None if options.staging_mib is None else options.staging_mib << 20,
+        timeout_s=options.timeout_s,
+    )
 
 
 def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,8 +142,14 @@ def layout_settings(unit: UnitConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def rollout_layout(config: Mapping[str, Any]) -> Layout:
-    """The layout of generation, which this adapter does not change."""
+def rollout_layout(config: Mapping[str, Any], world_size: int) -> Layout:
+    """The layout of generation, of which this adapter changes the number of replicas only."""
     tp = int(select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1))
     pp = int(select(config, "actor_rollout_ref.rollout.pipeline_model_parallel_size", 1))
-    return Layout(tp=tp, pp=pp, dp=world_size(config) // (tp * pp))
+    return Layout(tp=tp, pp=pp, dp=world_size // (tp * pp))
+
+
+def ranks_per_replica(config: Mapping[str, Any]) -> int:
+    """Ranks that one replica of the rollout is made for."""
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(int(select(config, f"actor_rollout_ref.rollout.{s}", 1)) for s in sizes)

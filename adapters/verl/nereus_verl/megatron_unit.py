@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,14 +40,16 @@ class MegatronProcess:
     Args:
         engine: any of the process's engines; it tells the layout in force.
         timeout_s: how long the transition's votes wait.
+        elsewhere: the layout in force, where this process is not part of it and its engines are
+            empty (`verl_private.build_empty`).
     """
 
-    def __init__(self, engine: Any, timeout_s: float) -> None:
+    def __init__(self, engine: Any, timeout_s: float, elsewhere: Layout | None = None) -> None:
         self.timeout_s = timeout_s
         # The trainer's step after which the next transition takes place; new generators' seeds
         # follow from it, in a resumed job as in the first.
         self.step = 0
-        self.worlds = Worlds(engine_layout(engine))
+        self.worlds = Worlds(elsewhere or engine_layout(engine))
         self.rng_owner: str | None = None
         self._pending: World | None = None
 
@@ -94,6 +96,8 @@ class BuiltMegatron:
     def described(self) -> DescribedUnit:
         """Raises: UnsupportedState for state that is not a box."""
         engine = self.engine
+        if engine.module is None:  # this rank is not part of the layout
+            return DescribedUnit()
         with self._process.worlds.using(self.world):
             unit = describe_megatron(
                 engine.module,
@@ -126,11 +130,21 @@ class MegatronUnit:
         name: "actor", "critic" or "ref".
         engine: verl's engine, initialised.
         process: shared by all Megatron units of this process.
+        optimizer_groups: of the unit's optimizer, where the engine here is empty
+            (`verl_private.optimizer_groups` of one that is not).
     """
 
-    def __init__(self, name: str, engine: Any, process: MegatronProcess) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Any,
+        process: MegatronProcess,
+        optimizer_groups: Sequence[Any] | None = None,
+    ) -> None:
         self.name = name
         self._process = process
+        known = verl_private.optimizer_groups(engine.optimizer)
+        self._optimizer_groups = optimizer_groups or known
         world = process.worlds.current
         world.users += 1
         if process.rng_owner is None:
@@ -146,7 +160,8 @@ class MegatronUnit:
         return self._current.layout
 
     def described(self) -> DescribedUnit:
-        offload.onto_device(self.engine)
+        if self.engine.module is not None:
+            offload.onto_device(self.engine)
         return self._current.described()
 
     def free_gradients(self) -> None:
@@ -174,7 +189,7 @@ class MegatronUnit:
                 )
                 with (
                     verl_private.megatron_without_weights(engine),
-                    verl_private.optimizer_groups_of(old.optimizer),
+                    verl_private.known_optimizer_groups(self._optimizer_groups),
                 ):
                     engine.initialize()
                 offload.onto_device(engine)
@@ -208,7 +223,8 @@ class MegatronUnit:
         if self._freed is not None:
             self._freed.restore()
             self._freed = None
-        offload.settle(self.engine)
+        if self.engine.module is not None:
+            offload.settle(self.engine)
 
 
 def engine_layout(engine: Any) -> Layout:
@@ -243,7 +259,7 @@ def _config_for(config: Any, layout: Layout) -> Any:
 def _empty(engine: Any) -> None:
     """Let go of everything an engine object holds."""
     if engine is not None:
-        for chunk in engine.__dict__.get("module", ()):
+        for chunk in engine.__dict__.get("module") or ():
             if hasattr(chunk, "grad_accs"):
                 drop_ddp_hooks(chunk)
         engine.__dict__.clear()

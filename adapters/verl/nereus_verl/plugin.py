@@ -1,14 +1,16 @@
 """Entry point `verl.plugins`: runs in every process that imports verl.
 
 It imports nothing heavy and changes nothing: it waits for verl's trainer to be imported, which only
-the process that drives a job does, and brings in `nereus_verl.trainer` then; and in the process
-that starts a job, it has a job that asks for Nereus checked before Ray starts. verl swallows what a
+the process that drives a job does, and brings in `nereus_verl.trainer` then; in the process that
+starts a job, it has a job that asks for Nereus checked before Ray starts; in a process that Nereus
+started for a rank that joins, it waits for verl's Megatron engine. verl swallows what a
 plugin raises, so a failure is printed, and makes a job that asks for Nereus fail; a job that does
 not ask for it is left alone.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from types import ModuleType
@@ -110,7 +112,16 @@ def refuse_legacy(main_ppo_v0: Any) -> None:
     main_ppo_v0.validate_config = validate_config
 
 
+def start_alone(engine: ModuleType) -> None:
+    """Called with verl's Megatron engine in a process that will join a job."""
+    from nereus_verl import verl_private
+
+    verl_private.megatron_in_a_world_of_one(engine)
+
+
 after_import("omegaconf", register_resolver)
 after_import(TRAINERS, load_trainer)
 after_import("verl.trainer.main_ppo_v0", refuse_legacy)
 after_import("verl.utils.config", check_ahead)
+if os.environ.get("NEREUS_JOINS"):
+    after_import("verl.workers.engine.megatron.transformer_impl", start_alone)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nereus_plugins.spec import Layout, ModelSpec, SpecError
 from nereus_verl import capabilities, jobconfig, stamp, verl_private
-from nereus_verl.config import NereusConfig, plan_layouts
+from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
 
 
@@ -21,6 +21,7 @@ class Preflight:
     config: verl's configuration, resolved, as plain dicts. layouts: by unit, at the start.
     targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint to resume
         from was saved before the transition of its own step, so that one is still to come.
+    leave: step -> ranks that a plan names to leave.
     """
 
     nereus: NereusConfig
@@ -29,7 +30,25 @@ class Preflight:
     models: Mapping[str, ModelSpec]
     layouts: Mapping[str, Layout]
     targets: Mapping[int, Mapping[str, Layout]]
+    leave: Mapping[int, tuple[int, ...]]
     run_dir: Path
+
+    def ranks_change(self) -> bool:
+        """Whether a scheduled plan changes the set of ranks."""
+        return any(self.leave.values()) or any(
+            layout.world_size != self.world_size()
+            for targets in self.targets.values()
+            for layout in targets.values()
+        )
+
+    def most_ranks(self) -> int:
+        """The most that the job ever has, as scheduled."""
+        layouts = [self.layouts, *self.targets.values()]
+        return max(layout.world_size for by_unit in layouts for layout in by_unit.values())
+
+    def world_size(self) -> int:
+        """Ranks at the start."""
+        return next(iter(self.layouts.values())).world_size
 
 
 # What `run` raises where the job, as it is configured, cannot run.
@@ -74,6 +93,7 @@ def run(config: Mapping[str, Any]) -> Preflight:
         stamp.check(resumed, layouts, config)
         done = stamp.step_of(resumed)
     targets: dict[int, Mapping[str, Layout]] = {}
+    leave: dict[int, tuple[int, ...]] = {}
     current = dict(layouts)
     for step, plan in nereus.schedule.items():
         if step < done:
@@ -85,13 +105,15 @@ def run(config: Mapping[str, Any]) -> Preflight:
                 name: jobconfig.engine_defaults(config, unit)
                 for name, unit in capabilities.changeable(config).items()
             },
+            current=current,
             backend=units["actor"].strategy,
-            world_size=jobconfig.world_size(config),
             where=where,
         )
-        capabilities.check_targets(config, models, current, targets[step], where)
+        leave[step] = tuple(plan.get(LEAVE, ()))
+        capabilities.check_targets(config, models, current, targets[step], where, leave[step])
         current.update(targets[step])
-    return Preflight(nereus, config, units, models, layouts, targets, _run_dir(nereus, config))
+    run_dir = _run_dir(nereus, config)
+    return Preflight(nereus, config, units, models, layouts, targets, leave, run_dir)
 
 
 def check_ahead(config: Mapping[str, Any]) -> None:

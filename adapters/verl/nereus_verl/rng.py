@@ -14,7 +14,7 @@ import torch
 def preserved() -> Iterator[None]:
     """Restore the default generators afterwards; building a model seeds and draws from them.
 
-    The set of ranks is fixed, so each rank's default generators keep their place in the job.
+    A process keeps its default generators for as long as it is a rank of the job.
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -26,3 +26,10 @@ def preserved() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if device is not None:
             torch.cuda.set_rng_state(device)
+
+
+def seed(value: int) -> None:
+    """Seed the default generators of a process that joins."""
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)

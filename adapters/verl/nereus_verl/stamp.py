@@ -34,7 +34,7 @@ def write(
     units = jobconfig.units(config)
     stamp = {
         "schema_version": SCHEMA_VERSION,
-        "world_size": jobconfig.world_size(config),
+        "world_size": next(iter(layouts.values())).world_size,
         "epoch": epoch,
         "layouts": {name: layout.to_dict() for name, layout in layouts.items()},
         "settings": {
@@ -72,7 +72,7 @@ def check(folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any]
     if stamp["world_size"] != world:
         raise LayoutMismatch(
             f"{folder} was saved by {stamp['world_size']} ranks, this job has {world}; set "
-            "trainer.nnodes and trainer.n_gpus_per_node as they were"
+            f"trainer.nnodes and trainer.n_gpus_per_node to start with {stamp['world_size']}"
         )
     saved = {name: Layout.from_dict(fields) for name, fields in stamp["layouts"].items()}
     differ = [name for name in layouts if name in saved and saved[name] != layouts[name]]

@@ -22,7 +22,8 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
 from nereus_verl import jobconfig, minibatches, preflight, verl_private
-from nereus_verl.job import VerlJob
+from nereus_verl.job import VerlJob, setup
+from nereus_verl.ranks import Ranks
 
 RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
 
@@ -43,6 +44,11 @@ class NereusTrainer(PPOTrainerSync):
             last = self.steps_per_epoch * self.config.trainer.total_epochs
             preflight.check_reached(self._checked.targets, last, "trainer.total_epochs")
 
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if self._checked is not None and self._checked.ranks_change():
+            verl_private.one_bundle_a_group(self)
+
     def on_init_end(self) -> None:
         if self._checked is not None:
             groups = [self.actor_rollout_wg]
@@ -50,7 +56,7 @@ class NereusTrainer(PPOTrainerSync):
                 groups.append(self.critic_wg)
             if self.use_reference_policy:
                 groups.append(self.ref_policy_wg)
-            self._job = VerlJob(self._checked, groups)
+            self._job = VerlJob(self._checked, Ranks(self, groups, setup(self._checked)))
             self._job.start()
             # A checkpoint is saved before its step's transition: what resumes from it begins there.
             if self.global_steps in self._checked.targets:
@@ -107,6 +113,13 @@ class NereusTrainer(PPOTrainerSync):
             return multiple
         return math.lcm(multiple, *(self._job.layout(name).dp for name in self._job.checked.units))
 
+    def _get_n_gpus_for_throughput(self) -> int:
+        gpus: int = super()._get_n_gpus_for_throughput()
+        if self._job is None:
+            return gpus
+        # A step is measured after the transition at its end.
+        return gpus - self._job.world_size() + self._ran_in.world_size
+
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
         order = self._critic_order
         if order is None:
@@ -140,6 +153,7 @@ class NereusTrainer(PPOTrainerSync):
             self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
         )
         self._job.write_step(record)
+        metrics["nereus/world_size"] = self._ran_in.world_size
         metrics.update(_metrics(record, transition))
 
 
@@ -149,6 +163,7 @@ class _InForce:
     def __init__(self, job: VerlJob) -> None:
         self.epoch = job.epoch()
         self.layouts = job.layouts()
+        self.world_size = job.world_size()
 
 
 def _check(config: DictConfig) -> preflight.Preflight | None:

@@ -6,10 +6,12 @@ change in any of these would otherwise show as wrong numbers rather than as an e
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -194,14 +196,15 @@ def megatron_without_weights(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def optimizer_groups_of(old_optimizer: Any) -> Iterator[None]:
+def known_optimizer_groups(known: Sequence[Any]) -> Iterator[None]:
     """Inside, a Megatron optimizer is built without asking all ranks for their parameter groups.
 
     Megatron gathers the groups' keys over the job's world group, where a rank that failed to build
-    would leave its peers waiting. The result is the same in every layout of a model, and
-    `old_optimizer` was built from it, so each rank can tell it by itself.
+    would leave its peers waiting. The result is the same in every layout of a model.
+
+    Args:
+        known: as `optimizer_groups` gives them for the model's optimizer in force.
     """
-    known = _group_keys(old_optimizer)
 
     def gather(out: list[Any], value: Any, group: Any = None) -> None:
         if group is not None:
@@ -212,13 +215,13 @@ def optimizer_groups_of(old_optimizer: Any) -> Iterator[None]:
                 f"parameter groups {missing} of the target are not among those of the optimizer "
                 f"in force, {known}"
             )
-        out[:] = [known] * len(out)
+        out[:] = [list(known)] * len(out)
 
     with _replaced(torch.distributed, all_gather_object=gather):
         yield
 
 
-def _group_keys(optimizer: Any) -> list[Any]:
+def optimizer_groups(optimizer: Any) -> list[Any]:
     """The keys by which Megatron made the parameter groups of `optimizer`."""
     from megatron.core.optimizer_param_scheduler import param_group_override_to_tuple
 
@@ -245,3 +248,316 @@ def set_config(config: Any, **values: Any) -> None:
         if not hasattr(config, name):
             raise AttributeError(f"{type(config).__name__} has no field {name!r}")
         object.__setattr__(config, name, value)
+
+
+# -- ranks that join and leave: in a worker process ----------------------------------------------
+
+
+def all_workers(worker_dict: Any) -> list[Any]:
+    """Every verl `Worker` of one process: the colocated one, its roles, and those inside roles."""
+    roles = list(roles_of(worker_dict).values())
+    inner = [getattr(role, name, None) for role in roles for name in ("actor", "ref")]
+    return [worker_dict, *roles, *(one for one in inner if one is not None)]
+
+
+def set_rank(worker_dict: Any, rank: int, world: int, address: str, port: int) -> None:
+    """Give the process another rank: in its environment, and in all that verl keeps of it."""
+    for worker in all_workers(worker_dict):
+        worker._configure_with_store(
+            {
+                "_rank": rank,
+                "_world_size": world,
+                "_local_rank": worker._local_rank,
+                "_local_world_size": worker._local_world_size,
+                "_master_addr": address,
+                "_master_port": str(port),
+            }
+        )
+        if hasattr(getattr(worker, "checkpoint_engine", None), "is_master"):
+            worker.checkpoint_engine.is_master = rank == 0
+
+
+def node_address(worker_dict: Any) -> str:
+    """The address at which other nodes reach this process."""
+    address: str = worker_dict.get_available_master_addr_port()[0]
+    return address
+
+
+# Set in the environment of a process that will join: it starts in a world of one rank, in which
+# the layout that it is configured for need not fit.
+JOINS = "NEREUS_JOINS"
+
+
+def megatron_in_a_world_of_one(module: ModuleType) -> None:
+    """Called with verl's Megatron engine in a process that will join: engines start without
+    parallelism, until `build_empty`."""
+    from megatron.core import parallel_state
+
+    def init_device_mesh(engine: Any) -> None:
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel()
+
+    cls: Any = module.MegatronEngine
+    cls.nereus_init_device_mesh, cls._init_device_mesh = cls._init_device_mesh, init_device_mesh
+
+
+def build_empty(worker_dict: Any, loss_functions: dict[str, Any]) -> None:
+    """Make a process's role workers as verl does, but with engines that hold nothing, and without
+    the rollout: for a rank that is given its state by a transition.
+
+    Args:
+        loss_functions: by role, where verl's driver sets them (`loss_functions_of`).
+    """
+
+    def initialize(engine: Any) -> None:
+        engine.module = engine.optimizer = engine.lr_scheduler = None
+        engine.checkpoint_manager = None
+
+    with ExitStack() as stack:
+        for kind, name in (("fsdp", "FSDPEngine"), ("megatron", "MegatronEngine")):
+            module = sys.modules.get(f"verl.workers.engine.{kind}.transformer_impl")
+            if module is not None:
+                cls = getattr(module, name)
+                stack.enter_context(_replaced(cls, initialize=initialize))
+        for name, role in roles_of(worker_dict).items():
+            if hasattr(role, "engine"):
+                role.reset()
+                role.set_loss_fn(loss_functions[name])
+            else:
+                with _as_role(role, role.role.replace("_rollout", "")):
+                    role.init_model()
+    megatron: Any = sys.modules.get("verl.workers.engine.megatron.transformer_impl")
+    if megatron is not None and hasattr(megatron.MegatronEngine, "nereus_init_device_mesh"):
+        cls = megatron.MegatronEngine
+        cls._init_device_mesh = cls.nereus_init_device_mesh
+        del cls.nereus_init_device_mesh
+
+
+def loss_functions_of(worker_dict: Any) -> dict[str, Any]:
+    """By role, the loss functions that verl's driver gave to training workers."""
+    roles = roles_of(worker_dict)
+    return {name: role.loss_fn for name, role in roles.items() if hasattr(role, "engine")}
+
+
+def rollout_roles(worker_dict: Any) -> list[Any]:
+    """The role workers that hold a rollout."""
+    return [role for role in roles_of(worker_dict).values() if getattr(role, "_is_rollout", False)]
+
+
+def rollout_mesh(role: Any) -> Any:
+    """The device mesh of a role worker's rollout, None where it has none."""
+    return getattr(role.rollout, "device_mesh", None)
+
+
+def build_rollout(role: Any) -> None:
+    """Make a role worker's side of the rollout anew, in the current world. Collective."""
+    with _as_role(role, "rollout"):
+        role.init_model()
+
+
+@contextmanager
+def _as_role(role: Any, name: str) -> Iterator[None]:
+    """Inside, `init_model` makes only the parts that belong to `name`."""
+    before, role.role = role.role, name
+    try:
+        yield
+    finally:
+        role.role = before
+
+
+def param_dtype(engine: Any) -> torch.dtype:
+    """Of an engine's parameters, also of one that holds no model."""
+    from verl.utils.torch_dtypes import PrecisionType
+
+    if engine.engine_config.strategy == "megatron":
+        dtype: torch.dtype = PrecisionType.to_dtype(engine.engine_config.dtype)
+        return dtype
+    if engine.module is not None:
+        return next(engine.module.parameters()).dtype
+    named = engine.engine_config.model_dtype
+    usual = torch.bfloat16 if engine.engine_config.forward_only else torch.float32
+    return usual if named is None else PrecisionType.to_dtype(named)
+
+
+def generation_config(engine: Any) -> Any:
+    """The generation settings of an FSDP2 engine's model, None if it has none; of an engine that
+    holds no model, those beside its pretrained weights."""
+    if engine.module is not None:
+        return getattr(engine.module, "generation_config", None)
+    if engine.model_config.model_type != "language_model":
+        return None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(engine.model_config.local_path)
+    except OSError:
+        return None
+
+
+# -- ranks that join and leave: in the driver ----------------------------------------------------
+
+POOL = "global_pool"
+KILL_S = 60.0
+
+
+def one_bundle_a_group(trainer: Any) -> None:
+    """Have the pool of the training ranks made of one placement group a rank, before it is made:
+    Ray gives no part of a placement group back."""
+    spec = trainer.resource_pool_manager.resource_pool_spec
+    spec[POOL] = [1] * sum(spec[POOL])
+
+
+def bundles_of(trainer: Any) -> list[tuple[Any, int]]:
+    """(placement group, index of the bundle in it) of every rank, as verl placed them."""
+    pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
+    module: Any = importlib.import_module("verl.single_controller.ray.base")
+    groups = module.sort_placement_group_by_node_ip(pool.get_placement_groups())
+    size = pool.store[0]
+    return [(group, index) for group in groups for index in range(size)]
+
+
+def ray_resource() -> str:
+    """What a rank takes one of, in Ray's words."""
+    from verl.plugin.platform import get_platform
+
+    name: str = get_platform().ray_resource_name()
+    return name
+
+
+def request_bundle(trainer: Any, name: str) -> Any:
+    """Ask Ray for a placement group of one bundle like those of the training ranks. Does not
+    wait."""
+    from ray.util.placement_group import placement_group
+
+    pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
+    bundle: dict[str, float] = {
+        "CPU": pool.max_colocate_count,
+        ray_resource(): 1,
+    }
+    if pool.accelerator_type is not None:
+        bundle[pool.accelerator_type] = 1e-4
+    return placement_group([bundle], strategy="STRICT_PACK", name=name)
+
+
+def start_worker(trainer: Any, group: Any, bundle: int, number: int) -> tuple[Any, str]:
+    """Start a process like those of the training ranks, in a world of its own.
+
+    Args:
+        group, bundle: where. number: never given before in this job; it is in the actor's name.
+
+    Returns: (Ray handle, the actor's name). Does not wait for the process.
+    """
+    module: Any = importlib.import_module("verl.single_controller.ray.base")
+    pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
+    starter = copy.copy(trainer.actor_rollout_wg)
+    starter._workers, starter._worker_names = [], []
+    # The store of a world of one rank is at any free port of its own process.
+    starter._master_addr, starter._master_port = "127.0.0.1", "0"
+    starter._create_worker(
+        rank=0,
+        pg_idx=number,
+        pg=group,
+        local_rank=bundle,
+        resource_pool=module.RayResourcePool([1], max_colocate_count=pool.max_colocate_count),
+        ray_cls_with_init=starter.ray_cls_with_init,
+        worker_env={**starter.customized_worker_env, JOINS: "1"},
+        detached=False,
+    )
+    return starter._workers[0], starter._worker_names[0]
+
+
+def names_of(worker_group: Any) -> list[str]:
+    """Names of the group's actors, by rank."""
+    return list(worker_group._worker_names)
+
+
+def end_actor(handle: Any) -> None:
+    """Kill a Ray actor and wait until it is gone, so that its name and bundle can be used again."""
+    import ray
+    from ray.exceptions import RayError
+
+    ray.kill(handle)
+    with suppress(RayError):
+        ray.get(handle.__ray_ready__.remote(), timeout=KILL_S)
+
+
+def set_ranks(
+    trainer: Any,
+    worker_groups: Sequence[Any],
+    workers: Sequence[Any],
+    names: Sequence[str],
+    bundles: Sequence[tuple[Any, int]],
+    address: str,
+    port: int,
+) -> None:
+    """Let verl's driver count with other ranks: worker groups, resource pool, GPU counts."""
+    for group in worker_groups:
+        # The groups spawned of one share these lists.
+        group._workers[:] = workers
+        group._worker_names[:] = names
+        group._world_size = len(workers)
+        group._master_addr, group._master_port = address, str(port)
+        forget_dispatch(group)
+    placement = {id(group): group for group, _ in bundles}
+    counts = [sum(group is other for other, _ in bundles) for group in placement.values()]
+    manager = trainer.resource_pool_manager
+    pool = manager.resource_pool_dict[POOL]
+    pool.pgs = list(placement.values())
+    pool._store = counts
+    manager.resource_pool_spec[POOL] = counts
+
+
+def reconcile_rollout(trainer: Any) -> tuple[int, int]:
+    """Rollout servers for the ranks as they are: replicas whose ranks stayed are kept, the others
+    ended and launched anew, asleep.
+
+    Returns: (replicas kept, replicas launched).
+    """
+    import ray
+
+    manager, group = trainer.llm_server_manager, trainer.actor_rollout_wg
+    replicas = manager.rollout_replicas
+    size = replicas[0].world_size
+    count = len(group.workers) // size
+
+    def ranks(replica: int) -> list[Any]:
+        return [worker._actor_id for worker in group.workers[size * replica : size * (replica + 1)]]
+
+    kept, gone = {}, []
+    for replica in replicas:
+        own = [worker._actor_id for worker in replica.workers]
+        if replica.replica_rank < count and own == ranks(replica.replica_rank):
+            kept[replica.replica_rank] = replica
+        else:
+            gone.append(replica)
+    balancer = manager.global_load_balancer
+    ray.get(balancer.remove_servers.remote([replica.server_address for replica in gone]))
+    for replica in gone:
+        for server in replica.servers:
+            end_actor(server)
+    new = [
+        manager.rollout_replica_class(
+            replica_rank=rank,
+            config=manager.rollout_config,
+            model_config=manager.model_config,
+            gpus_per_node=manager.rollout_config.n_gpus_per_node,
+        )
+        for rank in range(count)
+        if rank not in kept
+    ]
+
+    async def launch() -> None:
+        await asyncio.gather(*[replica.init_hybrid(group) for replica in new])
+        await asyncio.gather(*[replica.sleep() for replica in new])
+
+    asyncio.run(launch())
+    added = {replica.server_address: replica.server_handle for replica in new}
+    if added:
+        ray.get(balancer.add_servers.remote(added))
+    ray.get(balancer.clear_sticky_cache.remote())
+    after = sorted([*kept.values(), *new], key=lambda replica: int(replica.replica_rank))
+    manager.rollout_replicas = after
+    manager.server_handles = [replica.server_handle for replica in after]
+    manager.server_addresses = [replica.server_address for replica in after]
+    trainer.checkpoint_manager.replicas = after
+    return len(kept), len(new)

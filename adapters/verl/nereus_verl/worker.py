@@ -30,9 +30,9 @@ from nereus_plugins.gtg.execute import (
 )
 from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.control import Control
-from nereus_plugins.transport.groups import live_group_count
+from nereus_plugins.transport.groups import GroupSet, live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
-from nereus_verl import verl_private
+from nereus_verl import membership, rng, verl_private
 from nereus_verl.progress import MoveProgress
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class Seat:
 
 @dataclass
 class RankState:
-    """Nereus's state in one worker process."""
+    """Nereus's state in one worker process.
+
+    change: of the set of ranks, while one is under way. store: served here for a world of which
+    this process is rank 0. rollout_groups: process groups of the rollout's mesh.
+    """
 
     units: dict[str, ElasticUnit]
     megatron: MegatronProcess | None
@@ -64,6 +68,9 @@ class RankState:
     options: TransitionOptions
     transition: RankTransition
     targets: dict[str, Layout] = field(default_factory=dict)
+    change: membership.RanksChange | None = None
+    store: dist.TCPStore | None = None
+    rollout_groups: GroupSet = field(default_factory=GroupSet)
 
 
 def setup(
@@ -72,11 +79,15 @@ def setup(
     checksum: bool,
     staging_bytes: int | None,
     timeout_s: float,
+    elsewhere: Mapping[str, Mapping[str, Any]] | None = None,
+    optimizer_groups: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """Find the rank's engines and make them units. Called once, after verl built its models.
 
     Args:
         models: by unit, as dicts. checksum, staging_bytes, timeout_s: as in `NereusConfig`.
+        elsewhere, optimizer_groups: by unit, the layouts in force and what the optimizers there are
+            made of (Megatron), where this process is not a rank yet.
 
     Returns: {"rank", "layouts": {unit: layout}, "host"}.
     """
@@ -84,7 +95,7 @@ def setup(
     if hasattr(worker, STATE):
         raise RuntimeError("nereus was already set up in this worker")
     engines, seats = _find_engines(worker)
-    units, megatron = _make_units(engines, timeout_s)
+    units, megatron = _make_units(engines, timeout_s, elsewhere or {}, optimizer_groups or {})
     rank, world = dist.get_rank(), dist.get_world_size()
     nccl = dist.get_backend() == "nccl"
     options = TransitionOptions(
@@ -133,17 +144,94 @@ def _find_engines(worker: Any) -> tuple[dict[str, Any], dict[str, list[Seat]]]:
 
 
 def _make_units(
-    engines: Mapping[str, Any], timeout_s: float
+    engines: Mapping[str, Any],
+    timeout_s: float,
+    elsewhere: Mapping[str, Mapping[str, Any]],
+    optimizer_groups: Mapping[str, Sequence[Any]],
 ) -> tuple[dict[str, ElasticUnit], MegatronProcess | None]:
     first = next(iter(engines.values()))
+    layouts = {name: Layout.from_dict(layout) for name, layout in elsewhere.items()}
     if first.engine_config.strategy == "megatron":
         from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
-        process = MegatronProcess(first, timeout_s)
-        return {name: MegatronUnit(name, e, process) for name, e in engines.items()}, process
+        process = MegatronProcess(first, timeout_s, next(iter(layouts.values()), None))
+        return {
+            name: MegatronUnit(name, engine, process, optimizer_groups.get(name))
+            for name, engine in engines.items()
+        }, process
     from nereus_verl.fsdp_unit import FsdpUnit
 
-    return {name: FsdpUnit(name, engine, timeout_s) for name, engine in engines.items()}, None
+    return {
+        name: FsdpUnit(name, engine, timeout_s, layouts.get(name))
+        for name, engine in engines.items()
+    }, None
+
+
+# -- the set of ranks changes: see nereus_verl.membership ---------------------------------------
+
+
+def briefing(worker: Any) -> dict[str, Any]:
+    """What a process that joins needs to know of one that is there."""
+    state: RankState = getattr(worker, STATE)
+    groups = {}
+    if state.megatron is not None:
+        groups = {
+            name: verl_private.optimizer_groups(engine.optimizer)
+            for name, engine in state.engines.items()
+        }
+    return {
+        "loss_functions": verl_private.loss_functions_of(worker),
+        "optimizer_groups": groups,
+    }
+
+
+def enter(
+    worker: Any,
+    models: Mapping[str, Mapping[str, Any]],
+    checksum: bool,
+    staging_bytes: int | None,
+    timeout_s: float,
+    layouts: Mapping[str, Mapping[str, Any]],
+    briefing: Mapping[str, Any],
+    seed: int,
+) -> dict[str, Any]:
+    """Make this new process one that can join: with all that verl makes, and no state yet.
+
+    Args:
+        models, checksum, staging_bytes, timeout_s: as in `setup`. layouts: in force, by unit.
+        briefing: what a rank knows.
+        seed: of this process's default generators.
+
+    Returns: as `setup`.
+    """
+    verl_private.build_empty(worker, briefing["loss_functions"])
+    rng.seed(seed)
+    groups = briefing["optimizer_groups"]
+    return setup(worker, models, checksum, staging_bytes, timeout_s, layouts, groups)
+
+
+def host_store(worker: Any) -> tuple[str, int]:
+    """Serve the store of a change of the set of ranks; its address and port."""
+    return membership.host_store(worker, getattr(worker, STATE))
+
+
+def join(worker: Any, size: int, order: Sequence[int], address: str, port: int, rank: int) -> str:
+    """Form the worlds of a change. Collective in old and new ranks. Returns: why not, or ""."""
+    try:
+        membership.join(getattr(worker, STATE), rank, size, order, address, port)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def withdraw(worker: Any) -> None:
+    """Go back to the world as it was; for an old rank, after an abort."""
+    membership.withdraw(getattr(worker, STATE))
+
+
+def settle(worker: Any) -> None:
+    """Leave nothing of the old world behind. Collective in the new ranks."""
+    membership.settle(worker, getattr(worker, STATE))
 
 
 # -- a transition, step by step; the driver calls each on all ranks ----------------------------
@@ -195,9 +283,16 @@ def prepare(
                 build_bytes = {
                     name: gradient_bytes_by_rank(table)
                     for name, table in predicted.items()
-                    if state.engines[name].optimizer is not None
+                    if not state.engines[name].engine_config.forward_only
                 }
-        report = transition.prepare(layouts, epoch, predicted, build_bytes)
+        report = transition.prepare(
+            layouts,
+            epoch,
+            predicted,
+            build_bytes,
+            attempt=epoch,
+            ranks_change=state.change is not None,
+        )
     except TransitionAborted as aborted:
         return {"aborted": _abort_reason(aborted)}
     state.targets = {name: layouts[name] for name in report.units}
@@ -209,7 +304,8 @@ def _predict_all(state: RankState, layouts: Mapping[str, Layout]) -> dict[str, S
     predicted, reason = {}, ""
     try:
         for name, layout in layouts.items():
-            predicted[name] = predict(state.engines[name], state.models[name], layout)
+            table = predict(state.engines[name], state.models[name], layout)
+            predicted[name] = table if state.change is None else table.on_ranks(state.change.order)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     votes = state.transition.control.vote("predict", not reason, reason)
@@ -224,9 +320,9 @@ def _predict_all(state: RankState, layouts: Mapping[str, Layout]) -> dict[str, S
 def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
     """The shards that `engine`'s model would have in `layout`, on all ranks."""
     megatron = engine.engine_config.strategy == "megatron"
-    dtype = engine.param_dtype if megatron else next(engine.module.parameters()).dtype
+    dtype = verl_private.param_dtype(engine)
     optimizer = None
-    if engine.optimizer is not None:
+    if not engine.engine_config.forward_only:
         # FSDP2 updates its parameters themselves; Megatron's masters and moments are fp32.
         kept = "float32" if megatron else dtype_name(dtype)
         optimizer = OptimizerSpec(master_dtype=kept, moments_dtype=kept)
@@ -271,6 +367,8 @@ def commit(worker: Any) -> dict[str, Any]:
     except TransitionAborted as aborted:
         state.targets = {}
         return {"aborted": _abort_reason(aborted)}
+    if not membership.committed(worker, state):
+        return {}
     for name in state.targets:
         engine = state.engines[name]
         for seat in state.seats[name]:

@@ -1,0 +1,106 @@
+"""Loaded into a job by VERL_USE_EXTERNAL_MODULES: writes down, before and after every transition,
+what the units hold and which actors and placement groups there are.
+
+Nothing of the job changes: the driver's `VerlJob.transition` is called as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nereus_cpu.post_import import after_import
+
+FILE = "NEREUS_TEST_OBSERVED"
+
+
+def environment(file: Path) -> dict[str, str]:
+    """The variables that load this module into a job; it writes to `file`."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {FILE: str(file), "VERL_USE_EXTERNAL_MODULES": __name__, "PYTHONPATH": path}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """One observation before and one after every transition: {"units", "actors", "groups"}."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def held(worker: Any) -> dict[str, Any]:
+    """In a worker process: every unit's shards, as (name, offset, global shape, content)."""
+    from nereus_verl.worker import STATE
+
+    out = {}
+    for name, unit in getattr(worker, STATE).units.items():
+        described = unit.described()
+        shards = [(s.name, s.box.offset, s.global_shape, s.view.clone()) for s in described.shards]
+        out[name] = {"shards": shards, "scalars": described.scalars}
+    return out
+
+
+def digests(parts: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """By unit and tensor, the digest of the whole tensor, put together from all ranks' parts."""
+    import torch
+
+    out: dict[str, dict[str, str]] = {}
+    for unit in parts[0]:
+        whole: dict[str, Any] = {}
+        seen: dict[str, Any] = {}
+        for part in parts:
+            for name, offset, shape, content in part[unit]["shards"]:
+                tensor = whole.setdefault(name, torch.zeros(shape, dtype=content.dtype))
+                mask = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+                at = tuple(slice(o, o + s) for o, s in zip(offset, content.shape, strict=True))
+                assert not mask[at].any() or tensor[at].equal(content), f"replicas of {name} differ"
+                tensor[at], mask[at] = content, True
+        assert all(mask.all() for mask in seen.values())
+        out[unit] = {
+            name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in sorted(whole.items())
+        }
+        scalars = json.dumps(_merged([part[unit]["scalars"] for part in parts]), sort_keys=True)
+        out[unit]["scalars"] = hashlib.sha256(scalars.encode()).hexdigest()
+    return out
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' scalars but generators, which belong to places of a layout."""
+    from nereus_plugins.emu.described.base import merge_scalars
+    from nereus_plugins.gtg.scalars import RNG
+
+    return {key: value for key, value in merge_scalars(parts).items() if key != RNG}
+
+
+def _observe(job: Any) -> None:
+    import ray
+    from nereus_verl.driver import call_all
+
+    parts = call_all(job._ranks.workers, "observe", held, timeout_s=60.0)
+    table = ray.util.placement_group_table().values()
+    line = {
+        "units": digests(parts),
+        "actors": sorted(actor["name"] for actor in ray.util.list_named_actors(True)),
+        "groups": sum(group["state"] == "CREATED" for group in table),
+        "bundles": ray.available_resources().get("GPU", 0.0),
+    }
+    with open(os.environ[FILE], "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _watch(module: ModuleType) -> None:
+    transition = module.VerlJob.transition
+
+    def watched(job: Any, *args: Any) -> Any:
+        _observe(job)
+        record = transition(job, *args)
+        _observe(job)
+        return record
+
+    module.VerlJob.transition = watched  # type: ignore[attr-defined]
+
+
+after_import("nereus_verl.job", _watch)
