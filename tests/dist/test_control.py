@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from nereus_plugins.transport.control import Control, Disagreement, PeerFailed, RankLost
+from nereus_plugins.transport.control import Control, Disagreement, PeerFailed, RankLost, StoreLost
 
 from .spawn import run_ranks, run_ranks_outcomes
 
@@ -133,3 +136,35 @@ def _keys(rank: int, world: int) -> tuple[int, int]:
 def test_votes_leave_no_keys() -> None:
     for before, after in run_ranks(_keys, 3, timeout_s=60):
         assert after <= before
+
+
+def _lose_the_store(rank: int, world: int, folder: str) -> str:
+    """A store served by a process of its own, which is killed while rank 0 waits in a vote."""
+    file = Path(folder) / "port"
+    if rank == 1:
+        code = (
+            "import pathlib, sys, time; from torch.distributed import TCPStore; "
+            "store = TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False); "
+            "scratch = pathlib.Path(sys.argv[1] + '.new'); scratch.write_text(str(store.port)); "
+            "scratch.rename(sys.argv[1]); time.sleep(600)"
+        )
+        server = subprocess.Popen([sys.executable, "-c", code, str(file)])
+    while not file.exists():
+        time.sleep(0.05)
+    store = dist.TCPStore("127.0.0.1", int(file.read_text()), None, False)
+    control = Control(rank, world, timeout_s=60, store=store)
+    control.vote("warm", True)
+    if rank == 1:
+        time.sleep(1)  # rank 0 is in the vote
+        server.kill()
+        server.wait()
+    with pytest.raises(StoreLost, match="cannot be reached") as lost:
+        control.vote("build", True)
+    with pytest.raises(StoreLost):
+        control.voted_against("build")
+    return str(lost.value)
+
+
+def test_a_store_that_dies_is_not_taken_for_a_lost_rank(tmp_path: Path) -> None:
+    for said in run_ranks(_lose_the_store, 2, str(tmp_path), timeout_s=120):
+        assert "'build': the process that serves it (usually rank 0) is gone" in said
