@@ -179,6 +179,7 @@ class MegatronJob:
             add_bias_linear=False,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            sequence_parallel=layout.sequence_parallel,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=model.bf16,

@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -162,11 +162,16 @@ def _same_losses(a: list[float | None], b: list[float | None]) -> list[str]:
 
 def bit_exact(bench: Bench, backend: str, quick: bool, at_least: int = 1) -> list[dict[str, Any]]:
     """Moves, round trips and checkpoints, for the pairs that `cases` names for this many ranks."""
+    return pairs_bit_exact(bench, cases(backend, bench.world, at_least=at_least, quick=quick))
+
+
+def pairs_bit_exact(bench: Bench, pairs: Sequence[Case]) -> list[dict[str, Any]]:
+    """`bit_exact` for the given pairs."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
     notes = _Notebook(bench, control)
     driver = _Driver(bench, control)
     never_moved: dict[str, tuple[State, list[float | None]]] = {}
-    for case in cases(backend, bench.world, at_least=at_least, quick=quick):
+    for case in pairs:
         key = f"{case.model} {case.source}"
         if key not in never_moved:
             never_moved[key] = _plain_runs(case, bench, notes)

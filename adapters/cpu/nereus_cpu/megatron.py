@@ -8,12 +8,13 @@ without CUDA can only raise: they get the CPU's answer.
 
 `install()` does nothing when CUDA is present. Call it before anything imports `megatron.core`.
 Known to work with megatron-core 0.16.1 and mbridge 0.15.1: TP, PP, DP, the distributed optimizer,
-bf16 with fp32 masters. Not sequence parallel (Megatron's local norm asserts) and not MoE.
+sequence parallelism, bf16 with fp32 masters. Not MoE.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.abc
 import importlib.machinery
 import os
@@ -192,7 +193,26 @@ def _torch_adam_step(distrib_optimizer: Any) -> None:
     cls.load_state_dict = load_with_own_steps
 
 
+def _norm_of_a_part_of_the_sequence(torch_norm: Any) -> None:
+    # Megatron's wrapper of torch's norms asserts that sequence parallelism is off. A norm works on
+    # each token by itself; what is needed is that the gradients of its weights are summed over the
+    # tensor-parallel ranks, which Megatron does for parameters that are marked.
+    cls = torch_norm.WrappedTorchNorm
+    make = cls.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = make(cls, whole, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+    cls.__new__ = new
+
+
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.random": _cpu_rng,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam_step,
+    "megatron.core.transformer.torch_norm": _norm_of_a_part_of_the_sequence,
 }
