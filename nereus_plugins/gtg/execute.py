@@ -82,6 +82,8 @@ class TransitionOptions:
         node_of: the node of each rank, so that moves stay on a node where they can; None: one node.
         progress: called, during each unit's exchange, with the bytes that this rank has moved and
             has to move; may differ between ranks.
+        host_free_bytes: asked, where state is to be parked, what memory this node has left for it;
+            may differ between ranks.
     """
 
     staging_bytes: int | None = None
@@ -89,8 +91,9 @@ class TransitionOptions:
     timeout_s: float = 300.0
     memory_budget_bytes: int | None = None
     node_of: tuple[int, ...] | None = None
-    # Not in the text by which ranks compare their options.
+    # Not in the text by which ranks compare their options:
     progress: Progress | None = field(default=None, repr=False, compare=False)
+    host_free_bytes: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
 
 class TransitionAborted(RuntimeError):
@@ -425,6 +428,23 @@ class RankTransition:
         attempt.schedule = compile_graph(graph)
         attempt.report.mode = attempt.schedule.mode
         attempt.report.digest = attempt.schedule.digest
+        self._check_host_memory(attempt.schedule)
+
+    def _check_host_memory(self, schedule: Schedule) -> None:
+        """Raises: ValueError: this node lacks the memory for what its ranks are to park."""
+        nodes = self.options.node_of or (0,) * self.world
+        here = [rank for rank in range(self.world) if nodes[rank] == nodes[self.rank]]
+        needed = int(schedule.peak_host_bytes[here].sum())
+        if not needed or self.options.host_free_bytes is None:
+            return
+        free = self.options.host_free_bytes()
+        if needed > free:
+            raise ValueError(
+                f"old and new state do not fit the device memory together, and parking the old one "
+                f"takes {needed / 2**30:.2f} GiB of this node's host memory, of which "
+                f"{free / 2**30:.2f} GiB are free; free some of it, or raise "
+                "memory_budget_bytes if the device has more"
+            )
 
     def _agree_schedule(self, attempt: _Attempt, names: list[str]) -> None:
         options = repr(self.options).encode()

@@ -389,6 +389,30 @@ def test_a_storage_that_cannot_be_parked_is_named_and_nothing_is_lost() -> None:
     assert "memory_budget_bytes" in reasons.pop()
 
 
+def _no_room_to_park(rank: int, world: int, budget: int) -> tuple[str, str]:
+    """Rank 2's node has no host memory left; then it has."""
+    units, transition = set_up(rank, world, budget=budget)
+    before = {name: unit.fingerprint() for name, unit in units.items()}
+    options = dataclasses.replace(transition.options, node_of=(0, 0, 1, 1))
+    free = 100 if rank == 2 else 1 << 30
+    transition.options = dataclasses.replace(options, host_free_bytes=lambda: free)
+    with pytest.raises(TransitionAborted) as caught:
+        go(transition, Y, 1)
+    assert {name: unit.fingerprint() for name, unit in units.items()} == before
+    assert caught.value.rank == 2
+    transition.options = dataclasses.replace(options, host_free_bytes=lambda: 1 << 30)
+    prepared, _ = go(transition, Y, 2)
+    return caught.value.reason, prepared["mode"]
+
+
+def test_state_is_not_parked_where_the_host_has_no_room() -> None:
+    results = set(run_ranks(_no_room_to_park, WORLD, tight_budget(X, Y), timeout_s=120))
+    assert len(results) == 1
+    reason, mode = results.pop()
+    assert "of this node's host memory" in reason
+    assert mode == "staged"
+
+
 def _does_not_fit(rank: int, world: int, budget: int, build_bytes: dict[int, int]) -> str:
     units, transition = set_up(rank, world, budget=budget)
     before = {name: unit.fingerprint() for name, unit in units.items()}

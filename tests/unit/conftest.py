@@ -16,6 +16,7 @@ NEEDS = {
     "test_nereus_cpu_megatron.py": "torch",
     "test_transport_backend.py": "torch",
     "test_verl_job.py": "verl",
+    "test_verl_memory.py": "verl",
     "test_verl_plugin.py": "verl",
     "test_verl_preflight.py": "verl",
 }

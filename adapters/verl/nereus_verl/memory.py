@@ -1,14 +1,18 @@
-"""Getting the memory of dropped engines back, once for all units of a transition.
+"""Memory of this process and its node: what is free, and getting back that of dropped engines.
 
 Models hang together in cycles, so only a full garbage collection frees them, and in a process full
-of libraries that takes near half a second.
+of libraries that takes near half a second: it is done once for all units of a transition.
 """
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
+import psutil
 import torch
+
+CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
 
 
 class Outstanding:
@@ -36,6 +40,21 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def free_host_bytes(cgroup: Path = CGROUP) -> int:
+    """Host memory that is left on this node, within the limit of the container if it has one."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        cache = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    if limit == "max":
+        return free
+    # The page cache counts as used, and is given up when memory is asked for.
+    return min(free, max(int(limit) - used + int(cache.get("inactive_file", 0)), 0))
 
 
 OUTSTANDING = Outstanding()

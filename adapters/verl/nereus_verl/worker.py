@@ -33,6 +33,7 @@ from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.groups import GroupSet, live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
 from nereus_verl import membership, rng, verl_private
+from nereus_verl.memory import free_host_bytes
 from nereus_verl.progress import MoveProgress
 
 if TYPE_CHECKING:
@@ -267,6 +268,7 @@ def prepare(
         node_of=node_of,
         memory_budget_bytes=memory_budget_bytes,
         progress=MoveProgress(step) if transition.rank == 0 else None,
+        host_free_bytes=free_host_bytes,
     )
     # Votes of an attempt that broke off in the middle must not be taken for those of the next.
     transition.control = Control(
