@@ -44,7 +44,7 @@ from nereus_plugins.spec import (
 
 S = ModelStage
 # Cases with more plans than this are drawn again.
-MOST_PLANS = 4000
+MOST_PLANS = 2000
 Placement = Mapping[str, tuple[int, ...]]
 
 
@@ -86,7 +86,8 @@ def random_case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     while True:
         case = _draw(rng)
-        if 0 < sum(1 for _ in itertools.islice(all_plans(case), MOST_PLANS + 1)) <= MOST_PLANS:
+        count = sum(math.prod(map(len, options.values())) for _, options in _options(case))
+        if 0 < count <= MOST_PLANS:
             return case
 
 
@@ -176,35 +177,50 @@ def _choices(case: Case, name: str, place: tuple[int, ...]) -> list[Assignment]:
     return made
 
 
-def _one_command(job: JobSpec, taken: Mapping[str, Assignment]) -> bool:
-    """Whether one OpenRLHF command can set all this."""
-    units = [one for name, one in taken.items() if name != "rollout"]
-    actor, critic = taken["actor"], taken.get("critic")
-    if len({(one.layout.sharding, one.layout.cp) for one in units}) > 1:
-        return False
-    if critic is None:
+def _goes_with(case: Case, actor: Assignment, name: str, other: Assignment) -> bool:
+    """Whether one job can run both: OpenRLHF sets them by one command, verl's Megatron workers have
+    one layout."""
+    if name == "rollout":
         return True
-    alternate = critic.devices == actor.devices
-    return critic.knobs == actor.knobs and (
-        job.cpu_adam or actor.knobs.offload_optimizer == alternate
+    if case.coupled:
+        return other.layout == actor.layout
+    if case.job.backend != "deepspeed":
+        return True
+    if (other.layout.sharding, other.layout.cp) != (actor.layout.sharding, actor.layout.cp):
+        return False
+    if name != "critic":
+        return True
+    alternate = other.devices == actor.devices
+    return other.knobs == actor.knobs and (
+        case.job.cpu_adam or actor.knobs.offload_optimizer == alternate
     )
+
+
+def _options(case: Case) -> Iterator[tuple[bool, Mapping[str, list[Assignment]]]]:
+    """For every placement and choice of the actor: (whether all are together, units' choices)."""
+    for placement in placements(case):
+        together = len(set(placement.values())) == 1
+        every = {name: _choices(case, name, place) for name, place in placement.items()}
+        for actor in every["actor"]:
+            yield (
+                together,
+                {
+                    name: [actor]
+                    if name == "actor"
+                    else [one for one in made if _goes_with(case, actor, name, one)]
+                    for name, made in every.items()
+                },
+            )
 
 
 def all_plans(case: Case) -> Iterator[tuple[bool, GlobalPlan]]:
     """(whether all units are together, plan)."""
     units = units_of(case.job)
-    for placement in placements(case):
-        together = len(set(placement.values())) == 1
-        options = [_choices(case, name, place) for name, place in placement.items()]
-        for chosen in itertools.product(*options):
-            taken = dict(zip(placement, chosen, strict=True))
-            if case.job.backend == "deepspeed" and not _one_command(case.job, taken):
-                continue
-            if case.coupled and len({taken[name].layout for name in units}) > 1:
-                continue
+    for together, options in _options(case):
+        for chosen in itertools.product(*options.values()):
             assignments = {
                 stage: one
-                for name, one in taken.items()
+                for name, one in zip(options, chosen, strict=True)
                 for stage in units.get(name, (S.ACTOR_GENERATE,))
             }
             yield together, GlobalPlan(assignments)
