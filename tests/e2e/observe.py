@@ -16,6 +16,7 @@ from typing import Any
 from nereus_cpu.post_import import after_import
 
 FILE = "NEREUS_TEST_OBSERVED"
+UNEXPECTED = "NEREUS_TEST_UNEXPECTED"  # set: the job does not know at its start that ranks change
 
 
 def environment(file: Path) -> dict[str, str]:
@@ -103,4 +104,11 @@ def _watch(module: ModuleType) -> None:
     module.VerlJob.transition = watched  # type: ignore[attr-defined]
 
 
+def _expect_no_change(module: ModuleType) -> None:
+    """As in a job whose plans come while it runs: it starts in verl's own placement groups."""
+    module.Preflight.ranks_change = lambda checked: False  # type: ignore[attr-defined]
+
+
 after_import("nereus_verl.job", _watch)
+if os.environ.get(UNEXPECTED):
+    after_import("nereus_verl.preflight", _expect_no_change)

@@ -25,6 +25,7 @@ def _run(
     gpus: int = 4,
     nereus: dict[str, Any] | None = None,
     faults: str = "",
+    unexpected: bool = False,
     **settings: Any,
 ) -> launch.JobResult:
     """A job that starts on two ranks, one rollout server a rank, in a cluster of `gpus`."""
@@ -46,6 +47,8 @@ def _run(
         **settings,
     )
     env = observe.environment(directory / f"{name}.observed") | {ENVIRONMENT_VARIABLE: faults}
+    if unexpected:
+        env[observe.UNEXPECTED] = "1"
     return launch.run(job, directory / name, timeout_s=TIMEOUT_S, env=env).require_success()
 
 
@@ -187,6 +190,25 @@ def test_a_rank_joins_while_rank_0_leaves(directory: Path, plain: launch.JobResu
         assert line["groups"] == 2
     assert transition.ranks["left"][0] in before["actors"]
     assert transition.ranks["left"][0] not in after["actors"]
+
+
+@pytest.mark.full
+def test_ranks_take_free_seats_of_a_shared_placement_group(directory: Path) -> None:
+    """A job that starts in one group for all ranks: a seat left is the job's, and taken again."""
+    nereus = {"schedule": {1: {"ranks": 1}, 2: {"ranks": 2}, 3: {"ranks": 3}}}
+    settings: dict[str, Any] = {"gpus": 3, "batch_prompts": 6, "mini_batch_prompts": 6, "steps": 4}
+    _run(directory, "shared", nereus=nereus, unexpected=True, **settings)
+    transitions = _records(directory, "shared", TransitionRecord)
+    assert [(t.outcome, t.ranks["to"]) for t in transitions] == [
+        ("committed", 1),
+        ("committed", 2),
+        ("committed", 3),
+    ]
+    seen = observe.read(directory / "shared.observed")
+    assert [_count(line["actors"], "WorkerDict") for line in seen] == [2, 1, 1, 2, 2, 3]
+    assert [line["groups"] for line in seen] == [1, 1, 1, 1, 1, 2]
+    for before, after in zip(seen[::2], seen[1::2], strict=True):
+        assert before["units"] == after["units"]
 
 
 @pytest.mark.full
