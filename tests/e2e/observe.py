@@ -16,6 +16,7 @@ from typing import Any
 from nereus_cpu.post_import import after_import
 
 FILE = "NEREUS_TEST_OBSERVED"
+ROLLOUT_FAILS = "NEREUS_TEST_ROLLOUT_FAILS"  # set: no rollout server can be launched again
 UNEXPECTED = "NEREUS_TEST_UNEXPECTED"  # set: the job does not know at its start that ranks change
 
 
@@ -109,6 +110,15 @@ def _expect_no_change(module: ModuleType) -> None:
     module.Preflight.ranks_change = lambda checked: False  # type: ignore[attr-defined]
 
 
+def _launch_nothing(module: ModuleType) -> None:
+    def fail(trainer: Any) -> None:
+        raise MemoryError("none left for a server")
+
+    module.reconcile_rollout = fail  # type: ignore[attr-defined]
+
+
 after_import("nereus_verl.job", _watch)
+if os.environ.get(ROLLOUT_FAILS):
+    after_import("nereus_verl.verl_private", _launch_nothing)
 if os.environ.get(UNEXPECTED):
     after_import("nereus_verl.preflight", _expect_no_change)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nereus_verl.demo import launch
+from nereus_verl.stamp import FILE
 
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
 from nereus_plugins.gtg.journal import Journal
@@ -25,7 +27,7 @@ def _run(
     gpus: int = 4,
     nereus: dict[str, Any] | None = None,
     faults: str = "",
-    unexpected: bool = False,
+    env: dict[str, str] | None = None,
     **settings: Any,
 ) -> launch.JobResult:
     """A job that starts on two ranks, one rollout server a rank, in a cluster of `gpus`."""
@@ -43,13 +45,13 @@ def _run(
             f"{arl}.actor.ppo_micro_batch_size_per_gpu={micro}",
             f"{arl}.rollout.log_prob_micro_batch_size_per_gpu={micro}",
             f"{arl}.ref.log_prob_micro_batch_size_per_gpu={micro}",
+            *settings.pop("extra", []),
         ],
         **settings,
     )
-    env = observe.environment(directory / f"{name}.observed") | {ENVIRONMENT_VARIABLE: faults}
-    if unexpected:
-        env[observe.UNEXPECTED] = "1"
-    return launch.run(job, directory / name, timeout_s=TIMEOUT_S, env=env).require_success()
+    env = {ENVIRONMENT_VARIABLE: faults, **(env or {})}
+    env |= observe.environment(directory / f"{name}.observed")
+    return launch.run(job, directory / name, timeout_s=TIMEOUT_S, env=env)
 
 
 def _records(directory: Path, name: str, kind: type[Any]) -> list[Any]:
@@ -127,7 +129,7 @@ def changed(directory: Path) -> launch.JobResult:
     schedule = {1: {"ranks": 4}, 2: {"ranks": 1}, 3: {"dp": 2}}
     # With a budget, targets are predicted first: on the ranks where they will be.
     nereus = {"schedule": schedule, "memory_budget_gib": 4.0}
-    return _run(directory, "changed", nereus=nereus, steps=4)
+    return _run(directory, "changed", nereus=nereus, steps=4).require_success()
 
 
 def test_ranks_join_and_leave(directory: Path, changed: launch.JobResult) -> None:
@@ -148,6 +150,7 @@ def test_megatron_ranks_join_and_leave(directory: Path) -> None:
     schedule = {1: {"ranks": 4, "tp": 2}, 2: {"ranks": 1, "tp": 1}, 3: {"ranks": 2, "pp": 2}}
     nereus = {"schedule": schedule, "memory_budget_gib": 4.0}
     result = _run(directory, "megatron", engine="megatron", nereus=nereus, steps=4)
+    result.require_success()
     layouts = [
         (m["nereus/actor/tp"], m["nereus/actor/pp"], m["nereus/actor/dp"]) for m in result.metrics
     ]
@@ -159,7 +162,7 @@ def test_megatron_ranks_join_and_leave(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(directory: Path) -> launch.JobResult:
-    return _run(directory, "plain", steps=6)
+    return _run(directory, "plain", steps=6).require_success()
 
 
 @pytest.mark.full
@@ -178,7 +181,7 @@ def test_the_first_step_on_other_ranks_is_that_of_a_job_left_alone(
 def test_a_rank_joins_while_rank_0_leaves(directory: Path, plain: launch.JobResult) -> None:
     """As many ranks in the same layout: every number is that of a job left alone."""
     nereus = {"schedule": {1: {"leave": [0]}}}
-    result = _run(directory, "replaced", gpus=3, nereus=nereus, steps=3)
+    result = _run(directory, "replaced", gpus=3, nereus=nereus, steps=3).require_success()
     assert differences(result.metrics, plain.metrics[:3]) == []
     (transition,) = _records(directory, "replaced", TransitionRecord)
     assert transition.outcome == "committed"
@@ -197,7 +200,8 @@ def test_ranks_take_free_seats_of_a_shared_placement_group(directory: Path) -> N
     """A job that starts in one group for all ranks: a seat left is the job's, and taken again."""
     nereus = {"schedule": {1: {"ranks": 1}, 2: {"ranks": 2}, 3: {"ranks": 3}}}
     settings: dict[str, Any] = {"gpus": 3, "batch_prompts": 6, "mini_batch_prompts": 6, "steps": 4}
-    _run(directory, "shared", nereus=nereus, unexpected=True, **settings)
+    env = {observe.UNEXPECTED: "1"}
+    _run(directory, "shared", nereus=nereus, env=env, **settings).require_success()
     transitions = _records(directory, "shared", TransitionRecord)
     assert [(t.outcome, t.ranks["to"]) for t in transitions] == [
         ("committed", 1),
@@ -229,6 +233,7 @@ def test_ranks_that_cannot_be_had_leave_the_job_as_it_was(
         "step=commit,rank=0,kind=raise,epoch=5",
     ]
     failed = _run(directory, "failed", nereus=nereus, faults=";".join(faults), steps=6)
+    failed.require_success()
     assert differences(failed.metrics, plain.metrics) == []
 
     transitions = _records(directory, "failed", TransitionRecord)
@@ -251,3 +256,24 @@ def test_ranks_that_cannot_be_had_leave_the_job_as_it_was(
         assert before["units"] == after["units"]
     groups = {s.memory_bytes["process_groups"] for s in _records(directory, "failed", StepRecord)}
     assert len(groups) == 1
+
+
+@pytest.mark.full
+def test_a_rollout_that_cannot_follow_ends_the_job_with_a_checkpoint(directory: Path) -> None:
+    nereus = {"schedule": {1: {"ranks": 1}}}
+    env = {observe.ROLLOUT_FAILS: "1"}
+    result = _run(directory, "deaf", nereus=nereus, env=env, steps=2)
+    assert result.returncode not in (0, -9), "the job must end by itself, with an error"
+    text = result.log.read_text()
+    assert "is committed, but the job cannot go on: the rollout did not follow: MemoryError" in text
+    saved = directory / "deaf" / "checkpoints" / "global_step_1"
+    assert f"its state is saved in {saved}" in text
+    stamp = json.loads((saved / FILE).read_text())
+    assert stamp["world_size"] == 1
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    extra = [*resume, "trainer.n_gpus_per_node=1"]
+    resumed = _run(directory, "resumed", gpus=1, extra=extra, steps=2).require_success()
+    assert [m["step"] for m in resumed.metrics] == [2]
+    refused = _run(directory, "refused", nereus={}, extra=resume, steps=2)
+    assert refused.returncode != 0
+    assert "was saved by 1 ranks, this job has 2" in refused.log.read_text()

@@ -6,7 +6,7 @@ import dataclasses
 import platform
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,6 +42,11 @@ PACKAGES = ("nereus-plugins", "verl", "torch", "megatron-core", "ray", "transfor
 
 class TransitionFailed(RuntimeError):
     """State was lost with a dead or broken rank: the job must end; says what to restart from."""
+
+
+class RolloutFailed(TransitionFailed):
+    """The training state is in its new layout, but the rollout could not follow: the job must end.
+    A checkpoint can be saved first."""
 
 
 class VerlJob:
@@ -199,7 +204,7 @@ class VerlJob:
 
         Raises:
             SpecError: the plan cannot be run by this job.
-            TransitionFailed: the job must end.
+            TransitionFailed: the job must end (RolloutFailed: after a checkpoint).
         """
         checked = self.checked
         world = capabilities.check_targets(
@@ -231,6 +236,11 @@ class VerlJob:
                         self._journal.abort(epoch=run.epoch, reason=run.reason)
                 except (OSError, JournalError, EpochError) as unwritten:
                     last_words += f" (which lack this: {unwritten})"
+                if isinstance(error, RolloutFailed):
+                    raise RolloutFailed(
+                        f"the transition after step {self._step} ({run.listed()}) is committed, "
+                        f"but the job cannot go on: {error}"
+                    ) from error
                 raise TransitionFailed(last_words) from error
         return self._finished(run)
 
@@ -272,9 +282,7 @@ class VerlJob:
             except WorkersFailed:
                 raise
             except Exception as error:
-                raise TransitionFailed(
-                    f"the state is in its new layout, but the rollout did not follow: {error!r}"
-                ) from error
+                raise RolloutFailed(f"the rollout did not follow: {error!r}") from error
         run.ranks |= {"rollout_replicas_kept": kept, "rollout_replicas_launched": launched}
 
     def _execute(
@@ -297,7 +305,7 @@ class VerlJob:
             return self._call(ranks, phase, function, *args, change=change)
 
         with run.timed("prepare"):
-            budget = self._budget(ranks, list(changes))
+            budget = self._budget(call, list(changes))
             answers = call("prepare", worker.prepare, wanted, run.epoch, run.step, node_of, budget)
         if run.aborted(answers):
             return
@@ -349,7 +357,8 @@ class VerlJob:
         def without(rank: int, failure: str) -> Any:
             # Before the commit the old layout is whole without the ranks that were to join. The
             # others notice by themselves, and abort.
-            if change is None or not change.can_lose(rank) or phase not in ("prepare", "commit"):
+            before_commit = phase in ("free_memory", "prepare", "commit")
+            if change is None or not change.can_lose(rank) or not before_commit:
                 raise WorkersFailed(failure)
             return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}
 
@@ -364,13 +373,13 @@ class VerlJob:
             without=without,
         )
 
-    def _budget(self, ranks: Sequence[Rank], names: list[str]) -> int | None:
+    def _budget(self, call: Callable[..., list[Any]], names: list[str]) -> int | None:
         """Device bytes for old and new state of the units `names` on one rank; the same for all."""
         fixed = self.checked.nereus.memory_budget_gib
         if fixed is not None:
             return int(fixed * (1 << 30))
-        free = self._call(ranks, "free_memory", worker.free_memory, names)
-        known = [value for value in free if value is not None]
+        free = call("free_memory", worker.free_memory, names)
+        known = [value for value in free if isinstance(value, int)]
         return min(known) if known else None
 
     def _last_words(self, run: _Run) -> str:

@@ -22,7 +22,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
 from nereus_verl import jobconfig, minibatches, preflight, verl_private
-from nereus_verl.job import VerlJob, setup
+from nereus_verl.job import RolloutFailed, VerlJob, setup
 from nereus_verl.ranks import Ranks
 
 RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
@@ -75,7 +75,15 @@ class NereusTrainer(PPOTrainerSync):
 
     def _run_scheduled(self, job: VerlJob) -> None:
         """Run the transition that is scheduled for the end of the last step."""
-        self._transition = job.at_boundary(self.global_steps)
+        try:
+            self._transition = job.at_boundary(self.global_steps)
+        except RolloutFailed as error:
+            self._save_checkpoint()
+            folder = Path(self.config.trainer.default_local_dir).absolute()
+            raise RolloutFailed(
+                f"{error}. The job ends here; its state is saved in "
+                f"{folder / f'global_step_{self.global_steps}'}"
+            ) from error
         self._follow(job)
 
     def _follow(self, job: VerlJob) -> None:
