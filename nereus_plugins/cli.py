@@ -56,6 +56,16 @@ def _calibrate(arguments: Sequence[str]) -> int:
     return main(arguments, read_run)
 
 
+def _control(command: str) -> Callable[[Sequence[str]], int]:
+    def run(arguments: Sequence[str]) -> int:
+        from nereus_plugins.control import cli
+
+        commands = (cli.transition, cli.status, cli.pause, cli.resume)
+        return {f.__name__: f for f in commands}[command](arguments)
+
+    return run
+
+
 def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
     print(
         f"nereus {command}: {error.name} is not installed; pip install 'nereus-plugins[{extra}]'",
@@ -74,11 +84,19 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "selftest": ("prove on this machine: moving state is bit-exact, failures are safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
+    "transition": ("submit a plan to a live job", _control("transition")),
+    "status": (
+        "a job's plan, last steps, memory and transitions; live or from its records",
+        _control("status"),
+    ),
+    "pause": ("have a live job execute no transition; it trains on", _control("pause")),
+    "resume": ("end `nereus pause`", _control("resume")),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 what was asked for failed, 2 wrong usage or bad input."""
+    """Exit status: 0 done, 1 what was asked for failed, 2 wrong usage or bad input; commands to a
+    live job have more, see `nereus_plugins.control.cli`."""
     parser = argparse.ArgumentParser(
         prog="nereus",
         description="Change the parallel layout of a live RL post-training job.",

@@ -113,7 +113,8 @@ class StepRecord(Record):
 class TransitionRecord(Record):
     """One attempted transition.
 
-    outcome: "committed", "aborted" (old layout trains on) or "failed" (the job ends).
+    outcome: "committed", "aborted" (old layout trains on), "failed" (the job ends), or "skipped"
+        (scheduled, and not attempted: the job was paused; `epoch` is then that in force).
     units: per unit: from, to, bytes_wire, bytes_local, seconds by phase, what was verified.
     seconds: wall seconds by phase of the whole transition as the driver saw them.
     reason: why it did not commit; empty when committed.

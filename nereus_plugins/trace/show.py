@@ -44,13 +44,14 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
             waiting.append(record)
         if isinstance(record, StepRecord):
             for transition in waiting:
-                yield from _transition(transition)
+                yield from transition_lines(transition)
             waiting.clear()
     for transition in waiting:
-        yield from _transition(transition)
+        yield from transition_lines(transition)
 
 
-def _transition(record: TransitionRecord) -> Iterator[str]:
+def transition_lines(record: TransitionRecord) -> Iterator[str]:
+    """A short block."""
     # A phase's own parts stand beside it as "phase.part".
     total_s = sum(value for name, value in record.seconds.items() if "." not in name)
     yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
@@ -67,10 +68,11 @@ def _transition(record: TransitionRecord) -> Iterator[str]:
 
 
 def _plan(plan: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_layout(layout)}" for name, layout in plan.items())
+    return ", ".join(f"{name} {layout_text(layout)}" for name, layout in plan.items())
 
 
-def _layout(value: Any) -> str:
+def layout_text(value: Any) -> str:
+    """A layout in a record, in words."""
     try:
         return str(Layout.from_dict(value))
     except SpecError:  # a plan of another shape: as it stands

@@ -12,6 +12,7 @@ from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import staying
 
+from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.spec import Layout, SpecError
 from nereus_plugins.trace.record import TransitionRecord, read_records
 from tests.unit.test_verl_config import HF, job, put
@@ -48,6 +49,9 @@ class NoRanks:
 
     current = ()
 
+    def __len__(self) -> int:
+        return 4
+
     def change_to(self, world: int, leave: tuple[int, ...]) -> None:
         assert (world, leave) == (4, ())
 
@@ -82,6 +86,132 @@ def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / "run")) == [record]
     assert run.layout("actor") == Layout(tp=4)
     assert run.at_boundary(3) is None
+
+
+def execute_at_once(run: VerlJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transitions of `run` are committed without workers."""
+
+    def execute(one: Any, changes: dict[str, Layout], ranks: Any) -> None:
+        run._layouts.update(changes)
+        run._epoch = one.epoch
+
+    monkeypatch.setattr(run, "_execute", execute)
+
+
+def listening(run: VerlJob, directory: Path) -> Client:
+    run._listen("run")
+    return Client(directory / "run")
+
+
+def test_a_submitted_plan_runs_at_the_next_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VerlJob(checked(tmp_path, {9: {"dp": 4}}), NoRanks())
+    execute_at_once(run, monkeypatch)
+    client = listening(run, tmp_path)
+    assert not run.is_due(1)
+    # What the schedule accepts for a step: by unit, for all units, as a global plan.
+    for wrong, named in (
+        ({"shard_sizes": 2}, "plan: unknown"),
+        ({"actor": {"shard_size": 3}}, "plan.actor: "),
+        ({"ref": {"shard_size": 2}}, "plan.ref: this job has no ref"),
+        ({"shard_size": 4}, "nothing to change: actor "),
+        ({"ranks": 8}, "plan: the set of ranks cannot change"),
+        ({"dp": 65536}, "plan: the set of ranks cannot change"),
+        ({"tp": 131072}, "must divide 4 ranks"),
+        ({"assignments": {"actor-train": {"tp": 1, "dp": 3, "sharding": "fsdp"}}}, "plan: all un"),
+    ):
+        reply = client.call("submit", epoch=0, plan=wrong)
+        assert reply["state"] == "refused"
+        assert named in reply["reason"]
+        assert not run.is_due(1)
+    assert client.call("submit", epoch=0, plan={"shard_size": 2})["state"] == "accepted"
+    assert run.is_due(1)
+    record = run.at_boundary(1)
+    assert record is not None
+    assert (record.outcome, record.step, record.epoch) == ("committed", 1, 1)
+    assert list(read_records(tmp_path / "run")) == [record]
+    assert not run.is_due(2)
+    ended = client.call("wait", number=1, seen="accepted", timeout_s=0)
+    assert (ended["state"], ended["step"]) == ("committed", 1)
+    # The epoch that commands are made for has moved on, in the file too.
+    reply = client.call("submit", epoch=0, plan={"dp": 4})
+    assert "stale: made for epoch 0, the job is in epoch 1" in reply["reason"]
+    client = Client(tmp_path / "run")
+    assert client.endpoint.epoch == 1
+    status = client.call("status")
+    assert status["job"]["plan"] == run.layouts()
+    layout = {"dp": 4, "sharding": "fsdp"}
+    plan = {"assignments": {"actor-train": layout, "critic-train": layout}}
+    assert client.call("submit", epoch=1, plan=plan)["what"].count("->") == 2
+    run.close()
+    with pytest.raises(NoLiveJob):
+        Client(tmp_path / "run")
+
+
+def test_scheduled_goes_before_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = VerlJob(checked(tmp_path, {1: {"shard_size": 2}, 2: {"dp": 4}}), NoRanks())
+    execute_at_once(run, monkeypatch)
+    client = listening(run, tmp_path)
+    plan = {"critic": {"shard_size": 2}}
+    assert client.call("submit", epoch=0, plan=plan)["state"] == "accepted"
+    record = run.at_boundary(1)
+    assert record is not None
+    assert set(record.units) == {"actor", "critic"}
+    ended = client.call("wait", number=1, seen="accepted", timeout_s=0)
+    assert ended["state"] == "refused"
+    assert "stale" in ended["reason"]
+    run.close()
+
+
+def test_what_is_scheduled_while_paused_is_skipped_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VerlJob(checked(tmp_path, {1: {"shard_size": 2}, 2: {"ulysses": 2}}), NoRanks())
+    execute_at_once(run, monkeypatch)
+    client = listening(run, tmp_path)
+    client.call("pause", epoch=0)
+    skipped = run.at_boundary(1)
+    assert skipped is not None
+    assert (skipped.outcome, skipped.epoch) == ("skipped", 0)
+    assert skipped.reason.startswith("the job was paused")
+    assert run.layout("actor") == Layout(dp=4, sharding="fsdp")
+    client.call("resume", epoch=0)
+    record = run.at_boundary(2)
+    assert record is not None
+    assert (record.outcome, record.epoch) == ("committed", 1)
+    assert list(read_records(tmp_path / "run")) == [skipped, record]
+    run.close()
+
+
+def test_a_failure_of_a_submitted_plan_is_told_before_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VerlJob(checked(tmp_path, {}), NoRanks())
+
+    def lose_a_worker(*args: Any) -> None:
+        raise WorkersFailed("the worker process of rank 1 died in 'prepare'")
+
+    monkeypatch.setattr(run, "_execute", lose_a_worker)
+    client = listening(run, tmp_path)
+    client.call("submit", epoch=0, plan={"shard_size": 2})
+    with pytest.raises(TransitionFailed):
+        run.at_boundary(1)
+    ended = client.call("wait", number=1, seen="accepted", timeout_s=0)
+    assert ended["state"] == "failed"
+    assert "rank 1 died in 'prepare'" in ended["reason"]
+    run.close()
+
+
+def test_a_job_that_cannot_listen_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = VerlJob(checked(tmp_path, {}), NoRanks())
+    monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(28, "full")))
+    run._listen("run")
+    assert "takes no commands while it runs (nereus.control): " in capsys.readouterr().out
+    assert not run.is_due(1)
+    run.close()
 
 
 def test_last_words_are_said_where_records_cannot_be_written(

@@ -52,6 +52,8 @@ class NereusConfig(Record):
             what suits the back end.
         timeout_s: how long a rank waits for the others in one phase of a transition.
         claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
+        control: take commands from the job's user while it runs (`nereus transition`, `status`,
+            `pause`, `resume`), on the driver's loopback interface.
         memory_budget_gib: device memory of one rank that old and new layout may take together;
             what does not fit is parked in host memory meanwhile. None: what is free at the time on
             an accelerator, no limit on CPU.
@@ -65,10 +67,12 @@ class NereusConfig(Record):
     timeout_s: float = 300.0
     claim_timeout_s: float = 60.0
     memory_budget_gib: float | None = None
+    control: bool = True
 
     def __post_init__(self) -> None:
         require_bool("nereus", "enable", self.enable)
         require_bool("nereus", "checksum", self.checksum)
+        require_bool("nereus", "control", self.control)
         if self.staging_mib is not None:
             require_int("nereus", "staging_mib", self.staging_mib)
         require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
@@ -117,11 +121,12 @@ def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
             isinstance(plan, Mapping) and len(plan) > 0,
             f"{where} must be layout fields, or units with layout fields, got {plan!r}",
         )
-        out[step] = _check_plan(plan, where)
+        out[step] = check_plan(plan, where)
     return FrozenMap(sorted(out.items()))
 
 
-def _check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """One plan as it is written in the schedule. Raises: SpecError naming the setting."""
     if "assignments" in plan:
         GlobalPlan.from_dict(plan, where=where)
         return plan
@@ -199,11 +204,11 @@ def resolve_layout(
     if "dp" in values and not fixed:
         require_int(where, "dp", values["dp"])
         world_size = values["dp"] * others
-    require(
-        world_size % others == 0,
-        f"{where}: tp*pp*cp*ulysses = {others} must divide {world_size} ranks; it may be "
-        f"{divisors_text(world_size)}",
-    )
+    if world_size % others:
+        raise SpecError(
+            f"{where}: tp*pp*cp*ulysses = {others} must divide {world_size} ranks; it may be "
+            f"{divisors_text(world_size)}"
+        )
     values.setdefault("dp", world_size // others)
     if backend == "fsdp2":
         if values.get("shard_size") in (None, world_size):

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from nereus_plugins.control import messages
+from nereus_plugins.control.inbox import Inbox
+from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import Timed, merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
@@ -23,9 +26,9 @@ from nereus_plugins.trace.record import (
     now_s,
 )
 from nereus_verl import capabilities, jobconfig, stamp, verl_private, worker
-from nereus_verl.config import global_plan_layouts
+from nereus_verl.config import check_plan, global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all
-from nereus_verl.preflight import Preflight
+from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.ranks import (
     DRIVER_PATIENCE,
     SETUP_TIMEOUT_S,
@@ -37,6 +40,7 @@ from nereus_verl.ranks import (
 )
 
 JOURNAL_FILE = "journal.jsonl"
+SUBMITTED = "plan"  # what messages call a submitted plan
 PACKAGES = ("nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers")
 
 
@@ -68,6 +72,8 @@ class VerlJob:
         self._epoch = self._attempts
         self._step = 0
         self._last: StepRecord | None = None
+        self._inbox = Inbox(self._check_submitted)
+        self._server: Server | None = None
 
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
@@ -91,9 +97,10 @@ class VerlJob:
                     "agree (Megatron: the same tensor and pipeline sizes)"
                 )
         self._layouts = built
+        run_id = uuid.uuid4().hex
         self._records.write(
             RunRecord(
-                run_id=uuid.uuid4().hex,
+                run_id=run_id,
                 time_unix_s=now_s(),
                 source="verl",
                 versions=_versions(),
@@ -107,6 +114,13 @@ class VerlJob:
         say(
             f"on; start {_listed(self._layouts)}; {len(self.checked.targets)} transitions scheduled"
         )
+        if self.checked.nereus.control:
+            self._listen(run_id)
+
+    def close(self) -> None:
+        """Take no more commands."""
+        if self._server is not None:
+            self._server.close()
 
     # -- the port -------------------------------------------------------------------------------
 
@@ -170,16 +184,33 @@ class VerlJob:
             if name != "ref"
         )
 
-    def at_boundary(self, step: int) -> TransitionRecord | None:
-        """Run what is scheduled for the end of `step`; None if nothing is.
+    def is_due(self, step: int) -> bool:
+        """Whether there may be something to run at the end of `step`."""
+        return step in self.checked.targets or self._inbox.waiting()
 
-        The schedule was checked before the job started; where an earlier transition was aborted
-        since, a plan may not fit what is in force, and is aborted too.
+    def at_boundary(self, step: int) -> TransitionRecord | None:
+        """Run what is due at the end of `step`, one transition at most; None if nothing is.
+
+        What is scheduled goes first; a submitted plan then waits for the next boundary, and is
+        refused if the epoch has changed.
         """
         self._step = step
-        targets = self.checked.targets.get(step)
-        if targets is None:
-            return None
+        if step in self.checked.targets:
+            return self._run_scheduled(step)
+        return self._run_submitted(step)
+
+    def _run_scheduled(self, step: int) -> TransitionRecord:
+        """The schedule was checked before the job started; where an earlier transition was aborted
+        or skipped since, a plan may not fit what is in force, and is aborted too.
+        """
+        targets = self.checked.targets[step]
+        if self._inbox.paused:
+            run = _Run(
+                self._epoch, step, {name: (self._layouts[name], targets[name]) for name in targets}
+            )
+            run.outcome = "skipped"
+            run.reason = "the job was paused; `nereus transition` can submit the plan"
+            return self._finished(run)
         try:
             leave = self.checked.leave[step]
             return self.transition(targets, f"nereus.schedule.{step}", leave)
@@ -189,6 +220,62 @@ class VerlJob:
             run = _Run(self._attempts, step, changes)
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
+
+    def _run_submitted(self, step: int) -> TransitionRecord | None:
+        submitted = self._inbox.pull(step)
+        if submitted is None:
+            return None
+        try:
+            targets, leave = self._targets(submitted.plan)
+            record = self.transition(targets, SUBMITTED, leave)
+        except SpecError as error:
+            self._inbox.answer(messages.REFUSED, str(error))
+            return None
+        except TransitionFailed as error:
+            self._inbox.answer(messages.FAILED, str(error))
+            raise
+        self._inbox.answer(record.outcome, record.reason)
+        return record
+
+    def _check_submitted(self, plan: Mapping[str, Any]) -> str:
+        """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
+        layouts = dict(self._layouts)
+        targets, leave = self._targets(plan)
+        changes = [f"{n} {layouts[n]} -> {t}" for n, t in targets.items() if t != layouts[n]]
+        changes += [f"ranks {', '.join(map(str, leave))} leave"] if leave else []
+        if not changes:
+            raise SpecError(f"nothing to change: {_listed(layouts)} is in force")
+        return ", ".join(changes)
+
+    def _targets(self, plan: Mapping[str, Any]) -> tuple[dict[str, Layout], tuple[int, ...]]:
+        checked = self.checked
+        return plan_targets(
+            checked.config,
+            checked.models,
+            check_plan(plan, SUBMITTED),
+            dict(self._layouts),
+            SUBMITTED,
+        )
+
+    def _listen(self, run_id: str) -> None:
+        self._inform()
+        try:
+            self._server = Server(self.checked.run_dir, self._inbox, run_id, self._epoch)
+        except OSError as error:
+            say(f"takes no commands while it runs (nereus.control): {error}")
+        else:
+            say(f"takes commands: nereus status {self.checked.run_dir}")
+
+    def _inform(self) -> None:
+        """Tell those who command the job how it is now."""
+        self._inbox.inform(
+            epoch=self._epoch, step=self._step, world_size=len(self._ranks), plan=self.layouts()
+        )
+        if self._server is not None:
+            try:
+                self._server.moved_to(self._epoch)
+            except OSError as error:
+                say(f"step {self._step}: {messages.ENDPOINT_FILE} could not be written: {error}")
 
     def transition(
         self, targets: Mapping[str, Layout], where: str, leave: Sequence[int] = ()
@@ -248,6 +335,7 @@ class VerlJob:
         record = run.record()
         say(f"step {self._step}: {run.summary()}")
         self._record(record)
+        self._inform()
         return record
 
     def _record(self, record: TransitionRecord | StepRecord) -> None:
@@ -405,7 +493,9 @@ class VerlJob:
 
     def write_step(self, record: StepRecord) -> None:
         self._last = record
+        self._step = record.step
         self._record(record)
+        self._inform()
 
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""
@@ -500,6 +590,8 @@ class _Run:
         return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.changes.items())
 
     def summary(self) -> str:
+        if self.outcome == "skipped":
+            return f"scheduled transition skipped: {self.reason}"
         if self.outcome == "aborted":
             return f"transition aborted, the old layout trains on: {self.reason}"
         wire = sum(unit.get("bytes_wire", 0) for unit in self.units.values())

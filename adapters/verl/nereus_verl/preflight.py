@@ -98,22 +98,42 @@ def run(config: Mapping[str, Any]) -> Preflight:
     for step, plan in nereus.schedule.items():
         if step < done:
             continue
-        where = f"nereus.schedule.{step}"
-        targets[step] = plan_layouts(
-            plan,
-            units={
-                name: jobconfig.engine_defaults(config, unit)
-                for name, unit in capabilities.changeable(config).items()
-            },
-            current=current,
-            backend=units["actor"].strategy,
-            where=where,
+        targets[step], leave[step] = plan_targets(
+            config, models, plan, current, f"nereus.schedule.{step}"
         )
-        leave[step] = tuple(plan.get(LEAVE, ()))
-        capabilities.check_targets(config, models, current, targets[step], where, leave[step])
         current.update(targets[step])
     run_dir = _run_dir(nereus, config)
     return Preflight(nereus, config, units, models, layouts, targets, leave, run_dir)
+
+
+def plan_targets(
+    config: Mapping[str, Any],
+    models: Mapping[str, ModelSpec],
+    plan: Mapping[str, Any],
+    current: Mapping[str, Layout],
+    where: str,
+) -> tuple[dict[str, Layout], tuple[int, ...]]:
+    """What a plan means for the job, checked: (target layouts by unit, ranks that must leave).
+
+    Args:
+        config: verl's. models: by unit. plan: as checked by `config.check_plan`.
+        current: layouts that it starts from, by unit. where: the setting, for messages.
+
+    Raises: SpecError naming `where` or verl's setting that is in the way.
+    """
+    targets = plan_layouts(
+        plan,
+        units={
+            name: jobconfig.engine_defaults(config, unit)
+            for name, unit in capabilities.changeable(config).items()
+        },
+        current=current,
+        backend=jobconfig.units(config)["actor"].strategy,
+        where=where,
+    )
+    leave = tuple(plan.get(LEAVE, ()))
+    capabilities.check_targets(config, models, current, targets, where, leave)
+    return targets, leave
 
 
 def check_ahead(config: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "promp
 
 
 class NereusTrainer(PPOTrainerSync):
-    """`PPOTrainerSync` that runs scheduled transitions and records every step."""
+    """`PPOTrainerSync` that runs scheduled and submitted transitions and records every step."""
 
     def __init__(self, config: DictConfig) -> None:
         self._checked = _check(config)
@@ -59,22 +59,29 @@ class NereusTrainer(PPOTrainerSync):
             self._job = VerlJob(self._checked, Ranks(self, groups, setup(self._checked)))
             self._job.start()
             # A checkpoint is saved before its step's transition: what resumes from it begins there.
-            if self.global_steps in self._checked.targets:
-                self._run_scheduled(self._job)
+            if self._job.is_due(self.global_steps):
+                self._run_due(self._job)
         super().on_init_end()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().fit(*args, **kwargs)
+        finally:
+            if self._job is not None:
+                self._job.close()
 
     def on_step_end(self) -> None:
         # Updates are done, the checkpoint is saved in the layout it was trained in, and the rollout
         # sleeps: the boundary. The weights go to the rollout from the new layout.
         if self._job is not None:
             self._ran_in = _InForce(self._job)
-            if self.global_steps in self._job.checked.targets:
+            if self._job.is_due(self.global_steps):
                 with marked_timer("nereus_transition", self.timing_raw):
-                    self._run_scheduled(self._job)
+                    self._run_due(self._job)
         super().on_step_end()
 
-    def _run_scheduled(self, job: VerlJob) -> None:
-        """Run the transition that is scheduled for the end of the last step."""
+    def _run_due(self, job: VerlJob) -> None:
+        """Run the transition that is due at the end of the last step."""
         try:
             self._transition = job.at_boundary(self.global_steps)
         except RolloutFailed as error:

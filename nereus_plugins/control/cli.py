@@ -1,0 +1,223 @@
+"""`nereus transition`, `status`, `pause`, `resume`: command a live job by its run directory.
+
+Exit status of all four:
+
+    0  done: committed (with --no-wait: accepted), paused, resumed, status shown
+    1  the transition was aborted (the old layout trains on) or failed (the job ends)
+    2  wrong usage: no such directory, no plan in the file, records that cannot be read
+    3  refused by the job, which says why; nothing was done
+    4  no live job can be reached by this run directory
+    130  interrupted while waiting: the plan stays pending
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nereus_plugins.control.client import Client, NoLiveJob
+from nereus_plugins.control.messages import (
+    ACCEPTED,
+    COMMITTED,
+    EXECUTING,
+    FINAL,
+    REFUSED,
+    MessageError,
+)
+from nereus_plugins.control.view import lines, view
+from nereus_plugins.spec import SpecError
+from nereus_plugins.spec.record import load_yaml
+from nereus_plugins.trace.record import RecordError
+
+DONE, NOT_COMMITTED, USAGE, NOT_TAKEN, NO_JOB = range(5)
+WAIT_S = 20  # of one request; then it is asked again
+
+_EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all four", "")
+_RUN_DIR = "the job's run directory (nereus.run_dir; by default `nereus` in its checkpoint folder)"
+
+
+def transition(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "transition",
+        "Submit a plan to a live job. The job checks it at once and executes it at its next "
+        "iteration boundary, as a transaction.",
+    )
+    parser.add_argument(
+        "plan",
+        type=Path,
+        help="YAML or JSON: what nereus.schedule has for one step, like {tp: 2}, "
+        "{actor: {ulysses: 2}}, {ranks: 8}; or a global plan",
+    )
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show progress until it is committed, refused or aborted (Ctrl-C leaves it pending)",
+    )
+    parser.add_argument(
+        "--epoch",
+        type=int,
+        help="the epoch that the plan was made for; refused if the job is in another one. Without: "
+        "the one that it is in now",
+    )
+    return _guarded(parser, argv, _transition)
+
+
+def _transition(args: argparse.Namespace) -> int:
+    try:
+        plan = load_yaml(args.plan.read_text(encoding="utf-8"), str(args.plan))
+    except (OSError, UnicodeDecodeError, SpecError, RecursionError) as error:
+        raise _Usage(str(error)) from None
+    client = Client(args.run_dir)
+    epoch = client.endpoint.epoch if args.epoch is None else args.epoch
+    reply = client.call("submit", epoch=epoch, plan=plan)
+    if reply["state"] == REFUSED:
+        return _refused(reply)
+    _say(reply)
+    if not args.wait:
+        return DONE
+    try:
+        while reply["state"] not in FINAL:
+            seen, number = reply["state"], reply["number"]
+            reply = client.call("wait", wait_s=WAIT_S, number=number, seen=seen, timeout_s=WAIT_S)
+            if reply["state"] != seen:
+                _say(reply)
+    except KeyboardInterrupt:
+        print(f"plan {reply['number']} is still {reply['state']}; see `nereus status`")
+        return 130
+    except NoLiveJob as error:
+        raise NoLiveJob(f"plan {number} was not answered: {error}") from None
+    if reply["state"] == REFUSED:
+        return NOT_TAKEN
+    return DONE if reply["state"] == COMMITTED else NOT_COMMITTED
+
+
+def _say(reply: dict[str, Any]) -> None:
+    """One line on a submitted plan's state."""
+    number, state = reply.get("number"), reply["state"]
+    text = f"plan {number}: {state}"
+    if state == ACCEPTED:
+        text += f" for epoch {reply['epoch']}, at the next iteration boundary: {reply['what']}"
+    elif state == EXECUTING:
+        text += f" after step {reply['step']} ..."
+    if reply["reason"]:
+        text += f": {reply['reason']}"
+    print(text, flush=True)
+
+
+def status(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "status",
+        "Show a job: plan and epoch, times of the last steps by stage, memory, transitions, what "
+        "is pending, whether it is paused. Of a job that has ended: what its records say.",
+    )
+    parser.add_argument("--watch", action="store_true", help="refresh until the job ends")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="how many steps to show (default 5)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="with --watch (default 2)"
+    )
+    return _guarded(parser, argv, _status)
+
+
+def _status(args: argparse.Namespace) -> int:
+    if args.steps < 1 or args.every <= 0:
+        raise _Usage("--steps and --every must be above 0")
+    clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
+    try:
+        while True:
+            seen = view(args.run_dir, args.steps)
+            text = json.dumps(seen) if args.json else "\n".join(lines(seen))
+            print((clear if args.watch else "") + text, flush=True)
+            if not args.watch or not seen["live"]:
+                return DONE
+            time.sleep(args.every)
+    except (OSError, RecordError) as error:
+        raise _Usage(str(error)) from None
+    except KeyboardInterrupt:
+        return DONE
+
+
+def pause(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "pause",
+        "Pause changes of a live job's layout. Training goes on. While paused, the job executes no "
+        "transition: one that is scheduled for a step reached meanwhile is skipped for good and "
+        "recorded so, submitted plans are refused, a pending one is refused now. One that is being "
+        "executed ends first. It lasts until `nereus resume`, or the job's end: a job that is "
+        "started again is not paused.",
+    )
+    return _guarded(parser, argv, lambda args: _switch(args, "pause"))
+
+
+def resume(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "resume",
+        "End `nereus pause`: the job executes transitions again. What was skipped meanwhile is not "
+        "made up for; submit it with `nereus transition`.",
+    )
+    return _guarded(parser, argv, lambda args: _switch(args, "resume"))
+
+
+def _switch(args: argparse.Namespace, command: str) -> int:
+    client = Client(args.run_dir)
+    reply = client.call(command, epoch=client.endpoint.epoch)
+    if reply["state"] == REFUSED:
+        return _refused(reply)
+    pending = reply["pending"]
+    print("paused" if reply["paused"] else "not paused")
+    if pending is not None:
+        print(f"plan {pending['number']} is {pending['state']}")
+    return DONE
+
+
+def _refused(reply: dict[str, Any]) -> int:
+    print(f"refused: {reply['reason']}", file=sys.stderr)
+    return NOT_TAKEN
+
+
+class _Usage(Exception):
+    """What was asked cannot be tried; the text says why."""
+
+
+def _parser(command: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"nereus {command}",
+        description=text,
+        epilog=_EXIT,
+        formatter_class=_Help,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="run-dir", help=_RUN_DIR)
+    return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Fills the description, leaves the epilog as it is written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text.rstrip() if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def _guarded(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    run: Callable[[argparse.Namespace], int],
+) -> int:
+    args = parser.parse_args(argv)
+    try:
+        if not args.run_dir.is_dir():
+            raise _Usage(f"{args.run_dir} is no directory")
+        return run(args)
+    except (_Usage, MessageError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return USAGE
+    except NoLiveJob as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return NO_JOB

@@ -1,0 +1,222 @@
+"""What was asked of a job and what became of it: written by commands, pulled by the driver.
+
+At most one plan is pending. Pausing is a state of the inbox too: while it lasts, no plan is
+accepted, a pending one is refused, and the driver skips what its schedule says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nereus_plugins.control.messages import (
+    ACCEPTED,
+    EXECUTING,
+    FAILED,
+    FINAL,
+    OK,
+    REFUSED,
+)
+
+KEPT = 16  # answered plans that can still be asked about
+MOST_REASON = 4000  # characters
+
+
+class Refused(RuntimeError):
+    """A command was not taken; the text says why, and what to do."""
+
+
+@dataclass
+class Submitted:
+    """A plan that was submitted.
+
+    number: from 1, in the job. epoch: that it was made for. plan: as written, see
+    `messages.check_plan`. what: what it changes, in words. step: after which it is or was executed,
+    None before. state: see `messages`. reason: why it ended so.
+    """
+
+    number: int
+    epoch: int
+    plan: Mapping[str, Any]
+    what: str
+    state: str = ACCEPTED
+    reason: str = ""
+    step: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "epoch": self.epoch,
+            "what": self.what,
+            "state": self.state,
+            "reason": self.reason,
+            "step": self.step,
+        }
+
+
+class Inbox:
+    """Thread-safe; the driver never waits in it for a command.
+
+    Args:
+        check: says in words what a plan changes in the job as it is now; raises ValueError naming
+            the setting if it cannot be run. Called from a thread of the server: it may only read.
+    """
+
+    def __init__(self, check: Callable[[Mapping[str, Any]], str]) -> None:
+        self._check = check
+        self._changed = threading.Condition()
+        self._job: dict[str, Any] = {"epoch": 0}
+        self._pending: Submitted | None = None
+        self._answered: deque[Submitted] = deque(maxlen=KEPT)
+        self._count = 0
+        self._paused = False
+        self._closed = False
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def submit(self, epoch: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises: Refused."""
+        with self._changed:
+            self._require_free(epoch)
+        try:
+            what = self._check(plan)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        with self._changed:
+            self._require_free(epoch)
+            self._count += 1
+            self._pending = Submitted(self._count, epoch, plan, what)
+            self._changed.notify_all()
+            return self._pending.to_dict()
+
+    def wait(self, number: int, seen: str, timeout_s: float) -> dict[str, Any]:
+        """A submitted plan once its state is no longer `seen`, or as it is after `timeout_s`.
+
+        Raises: Refused if it is not known (any more).
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                found = self._find(number)
+                left_s = deadline - time.monotonic()
+                if found.state != seen or found.state in FINAL or left_s <= 0:
+                    return found.to_dict()
+                self._changed.wait(left_s)
+
+    def pause(self, epoch: int) -> dict[str, Any]:
+        """Raises: Refused."""
+        with self._changed:
+            self._require_epoch(epoch)
+            self._paused = True
+            if self._pending is not None and self._pending.state == ACCEPTED:
+                self._end(self._pending, REFUSED, "the job was paused before its next boundary")
+            return self._status()
+
+    def resume(self, epoch: int) -> dict[str, Any]:
+        """Raises: Refused."""
+        with self._changed:
+            self._require_epoch(epoch)
+            self._paused = False
+            return self._status()
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            return self._status()
+
+    # -- the driver's side ------------------------------------------------------------------------
+
+    def inform(self, *, epoch: int, **job: Any) -> None:
+        """How the job is now; a pending plan for another epoch is refused.
+
+        Args: job: further fields of the status, JSON.
+        """
+        with self._changed:
+            self._job = {"epoch": epoch, **job}
+            pending = self._pending
+            if pending is not None and pending.state == ACCEPTED and pending.epoch != epoch:
+                self._end(pending, REFUSED, self._stale(pending.epoch))
+
+    @property
+    def paused(self) -> bool:
+        with self._changed:
+            return self._paused
+
+    def waiting(self) -> bool:
+        """Whether a plan is pending."""
+        with self._changed:
+            return self._pending is not None
+
+    def pull(self, step: int) -> Submitted | None:
+        """The pending plan, which the caller executes now, after `step`, and answers."""
+        with self._changed:
+            if self._pending is not None:
+                self._pending.state = EXECUTING
+                self._pending.step = step
+                self._changed.notify_all()
+            return self._pending
+
+    def answer(self, state: str, reason: str = "") -> None:
+        """How the plan that was pulled ended."""
+        with self._changed:
+            if self._pending is not None:
+                self._end(self._pending, state, reason)
+
+    def close(self) -> None:
+        """The job ends: what is pending is answered, nothing is accepted any more."""
+        with self._changed:
+            self._closed = True
+            if self._pending is not None and self._pending.state == ACCEPTED:
+                self._end(self._pending, REFUSED, "the job ended before its next boundary")
+            elif self._pending is not None:
+                self._end(self._pending, FAILED, "the job ended in this transition; see its log")
+            self._changed.notify_all()
+
+    # -- under the lock ---------------------------------------------------------------------------
+
+    def _require_epoch(self, epoch: int) -> None:
+        if self._closed:
+            raise Refused("the job is ending")
+        if epoch != self._job["epoch"]:
+            raise Refused(self._stale(epoch))
+
+    def _require_free(self, epoch: int) -> None:
+        self._require_epoch(epoch)
+        if self._paused:
+            raise Refused("the job is paused: it executes no transition; `nereus resume` first")
+        if self._pending is not None:
+            raise Refused(
+                f"another plan is pending (number {self._pending.number}, {self._pending.state}: "
+                f"{self._pending.what}); wait for its end, or `nereus pause` to have it refused"
+            )
+
+    def _stale(self, epoch: int) -> str:
+        return (
+            f"stale: made for epoch {epoch}, the job is in epoch {self._job['epoch']}; look at "
+            "`nereus status`, and submit again what still holds"
+        )
+
+    def _find(self, number: int) -> Submitted:
+        for one in (*self._answered, *([self._pending] if self._pending is not None else [])):
+            if one.number == number:
+                return one
+        raise Refused(f"this job knows no plan number {number} (any more)")
+
+    def _end(self, submitted: Submitted, state: str, reason: str) -> None:
+        submitted.state, submitted.reason = state, reason[:MOST_REASON]
+        self._answered.append(submitted)
+        self._pending = None
+        self._changed.notify_all()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "state": OK,
+            "reason": "",
+            "job": self._job,
+            "paused": self._paused,
+            "pending": None if self._pending is None else self._pending.to_dict(),
+            "answered": [one.to_dict() for one in self._answered],
+        }
