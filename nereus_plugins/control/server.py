@@ -72,7 +72,9 @@ class Server:
 
     def close(self) -> None:
         """Answer what is pending, stop listening, remove the endpoint file."""
-        if self._closed:
+        if (
+            self._closed or os.getpid() != self.endpoint.pid
+        ):  # at the exit of a fork, not of the job
             return
         self._closed = True
         atexit.unregister(self.close)

@@ -107,7 +107,7 @@ def lines(seen: Mapping[str, Any]) -> Iterator[str]:
         step = control["job"].get("step", 0)
         yield f"{name}: live, pid {control['pid']} on {control['host']}, {step} steps done"
     else:
-        yield f"{name}: not live; this is from its records"
+        yield f"{name}: no live job was reached, this is from its records"
         yield f"  {seen['why']}"
     yield f"plan of epoch {seen['epoch']}, on {seen['ranks']} ranks"
     for unit, layout in seen["plan"].items():

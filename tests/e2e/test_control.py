@@ -61,7 +61,7 @@ def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[
     # The job has ended: nothing is left of its endpoint, and its records still tell.
     assert not (run_dir / ENDPOINT_FILE).exists()
     assert main(["status", str(run_dir)]) == 0
-    assert "not live; this is from its records" in capfd.readouterr().out
+    assert "no live job was reached, this is from its records" in capfd.readouterr().out
     assert main(["pause", str(run_dir)]) == 4
 
 

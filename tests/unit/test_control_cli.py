@@ -233,7 +233,7 @@ def test_status_of_a_job_that_has_ended(
     writer.close()
     assert main(["status", str(run_dir), "--watch"]) == 0
     said = capsys.readouterr().out
-    assert "run this (verl): not live; this is from its records" in said
+    assert "run this (verl): no live job was reached, this is from its records" in said
     assert "it has ended, does not train yet, or runs with nereus.control=false" in said
     assert "plan of epoch 1, on 4 ranks\n  actor: TP2 PP1 DP2\n" in said, "aborted: the old one"
     assert "because rank 1 in build" in said
@@ -256,7 +256,7 @@ def test_watch_ends_with_the_job(
     thread.join()
     said = capsys.readouterr().out
     assert said.count(": live, pid") > 1
-    assert said.count("not live") == 1
+    assert said.count("no live job was") == 1
 
 
 def test_what_is_no_run_directory(

@@ -18,7 +18,9 @@ def test_every_refusal_is_on_the_support_page() -> None:
         assert row in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/control.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/control.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):
