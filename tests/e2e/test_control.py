@@ -91,7 +91,7 @@ def _command(
     assert "plan 1: committed" in said
     assert submit("{ranks: 1}", "--epoch", "0") == 3
     assert "stale: made for epoch 0, the job is in epoch 1" in capfd.readouterr().err
-    assert submit("{ranks: 1}") == 0
+    assert submit("{ranks: 1, actor: {ulysses: 1}}") == 0
     assert main(["status", run]) == 0
     return capfd.readouterr().out
 
