@@ -78,20 +78,23 @@ def _transition(args: argparse.Namespace) -> int:
     reply = client.call("submit", epoch=epoch, plan=plan)
     if reply["state"] == REFUSED:
         return _refused(reply)
-    _say(reply)
-    if not args.wait:
-        return DONE
     try:
+        _say(reply)
+        if not args.wait:
+            return DONE
         while reply["state"] not in FINAL:
-            seen, number = reply["state"], reply["number"]
-            reply = client.call("wait", wait_s=WAIT_S, number=number, seen=seen, timeout_s=WAIT_S)
+            seen = reply["state"]
+            answer = client.call(
+                "wait", wait_s=WAIT_S, number=reply["number"], seen=seen, timeout_s=WAIT_S
+            )
+            reply = {**reply, **answer}
             if reply["state"] != seen:
                 _say(reply)
     except KeyboardInterrupt:
         print(f"plan {reply['number']} is still {reply['state']}; see `nereus status`")
         return 130
     except NoLiveJob as error:
-        raise NoLiveJob(f"plan {number} was not answered: {error}") from None
+        raise NoLiveJob(f"plan {reply['number']} was not answered: {error}") from None
     if reply["state"] == REFUSED:
         return NOT_TAKEN
     return DONE if reply["state"] == COMMITTED else NOT_COMMITTED

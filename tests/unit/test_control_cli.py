@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -157,6 +160,56 @@ def test_not_waited_for(
     assert "refused: another plan is pending (number 1" in capsys.readouterr().err
     assert main(["status", str(run_dir)]) == 0
     assert "pending: plan 1 (accepted): actor TP1 -> TP2" in capsys.readouterr().out
+
+
+def test_interrupted_while_waiting_it_stays_pending(
+    inbox: Inbox, run_dir: Path, plan: Path
+) -> None:
+    command = [sys.executable, "-m", "nereus_plugins.cli", "transition", str(run_dir), str(plan)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline().startswith("plan 1: accepted")
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(30) == 130
+        assert "plan 1 is still accepted" in waiting.stdout.read()
+    assert inbox.waiting()
+
+
+JOB = """
+import sys
+from pathlib import Path
+from nereus_plugins.control.inbox import Inbox
+from nereus_plugins.control.server import Server
+inbox = Inbox(str)
+server = Server(Path(sys.argv[1]), inbox, "run", 0)
+print("ready", flush=True)
+while not inbox.waiting():
+    pass
+print("pending", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_that_dies_before_it_answers(
+    run_dir: Path, plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", JOB, str(run_dir)]
+    codes: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: codes.append(main(["transition", str(run_dir), str(plan)]))
+    )
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"ready\n"
+        waiting.start()
+        assert job.stdout.readline() == b"pending\n"
+        job.kill()
+        job.wait()
+        waiting.join(30)
+    assert codes == [4]
+    assert capsys.readouterr().err.startswith("nereus transition: ")
+    assert main(["status", str(run_dir)]) == 0
+    assert f"the job is dead: its process {job.pid} is gone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
