@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from nereus_plugins.control import messages
-from nereus_plugins.control.messages import ENDPOINT_FILE, Endpoint, MessageError
+from nereus_plugins.control.messages import BUSY, ENDPOINT_FILE, Endpoint, MessageError
 
 CONNECT_WITHIN_S = 5.0
 REPLY_WITHIN_S = 15.0
+BUSY_FOR_S = 15.0
+ASK_AGAIN_S = 0.1
 
 
 class NoLiveJob(RuntimeError):
@@ -54,8 +57,15 @@ class Client:
                 "this command on that host"
             )
         request = messages.encode({"token": endpoint.token, "command": command, **fields})
+        deadline = time.monotonic() + BUSY_FOR_S
         try:
-            return messages.decode(self._exchange(request, REPLY_WITHIN_S + wait_s))
+            while True:
+                reply = messages.decode(self._exchange(request, REPLY_WITHIN_S + wait_s))
+                if reply.get("state") != BUSY:
+                    return reply
+                if time.monotonic() > deadline:
+                    raise NoLiveJob("the job is busy with too many other commands")
+                time.sleep(ASK_AGAIN_S)
         except TimeoutError:
             raise NoLiveJob(
                 f"the job (pid {endpoint.pid}) did not answer; it may be stopped or very busy"

@@ -29,7 +29,7 @@ ACCEPTED, EXECUTING = "accepted", "executing"
 COMMITTED, ABORTED, REFUSED, FAILED = "committed", "aborted", "refused", "failed"
 FINAL = (COMMITTED, ABORTED, REFUSED, FAILED)
 # Of other replies.
-OK = "ok"
+OK, BUSY = "ok", "busy"
 
 _SIZES = ("tp", "pp", "dp", "cp", "ulysses")
 

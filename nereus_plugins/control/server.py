@@ -21,7 +21,7 @@ from typing import Any
 
 from nereus_plugins.control import messages
 from nereus_plugins.control.inbox import Inbox, Refused
-from nereus_plugins.control.messages import ENDPOINT_FILE, REFUSED, Endpoint, MessageError
+from nereus_plugins.control.messages import BUSY, ENDPOINT_FILE, REFUSED, Endpoint, MessageError
 
 MOST_CONNECTIONS = 16
 REQUEST_WITHIN_S = 10.0
@@ -104,7 +104,7 @@ class _Tcp(socketserver.ThreadingMixIn, socketserver.TCPServer):
         if not self._free.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 request.setblocking(False)
-                request.sendall(_refusal("too many commands at once; try again"))
+                request.sendall(messages.encode({"state": BUSY, "reason": "too many commands"}))
             self.shutdown_request(request)
             return
         try:

@@ -424,24 +424,16 @@ def test_two_plans_at_once_one_is_taken(running: Server) -> None:
 def test_silent_clients_do_not_keep_others_out_for_ever(
     running: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "REQUEST_WITHIN_S", 0.5)
+    monkeypatch.setattr(server, "REQUEST_WITHIN_S", 2.0)
     address = ("127.0.0.1", running.endpoint.port)
     silent = [socket.create_connection(address) for _ in range(server.MOST_CONNECTIONS)]
     for connection in silent:
         connection.sendall(b"{")
-    client = Client(running._run_dir)
-    seen = []
-    deadline = time.monotonic() + 30
-    while "ok" not in seen and time.monotonic() < deadline:
-        try:
-            reply = client.call("status")
-            seen.append(reply["state"])
-            assert reply["state"] == "ok" or "too many commands at once" in reply["reason"]
-        except NoLiveJob:  # its answer was lost with the connection
-            seen.append("")
-        time.sleep(0.05)
-    assert seen[-1] == "ok"
-    assert len(seen) > 1, "the first found all places taken"
+    reply = b""
+    while not reply:  # a reset can take the answer with it
+        reply = raw(running.endpoint.port, b"", end=False)
+    assert json.loads(reply)["state"] == "busy"
+    assert Client(running._run_dir).call("status")["state"] == "ok", "it asks again"
     for connection in silent:
         connection.close()
 
