@@ -31,6 +31,7 @@ def without_nereus(directory: Path) -> list[dict[str, Any]]:
     return _metrics(directory, "without", plugins=WITHOUT_NEREUS)
 
 
+@pytest.mark.full  # in CI the next test shows it too: the package is loaded and does nothing
 def test_plain_runs_repeat(directory: Path, without_nereus: list[dict[str, Any]]) -> None:
     again = _metrics(directory, "again", plugins=WITHOUT_NEREUS)
     assert differences(without_nereus, again) == []
