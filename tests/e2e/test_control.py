@@ -19,6 +19,7 @@ from tests.e2e.jobs import TIMEOUT_S, small_job
 STEPS = 6
 
 
+@pytest.mark.full
 def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = small_job(
         tmp_path / "task",
