@@ -119,6 +119,7 @@ class TransitionRecord(Record):
     seconds: wall seconds by phase of the whole transition as the driver saw them.
     reason: why it did not commit; empty when committed.
     ranks: where the set of ranks changes: "from" and "to", how many; "joined" and "left", by name.
+    knobs: by unit whose knobs change: "from" and "to".
     """
 
     kind: ClassVar[str] = "transition"
@@ -131,6 +132,7 @@ class TransitionRecord(Record):
     seconds: Mapping[str, float]
     digest: str
     ranks: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS: Mapping[str, type[Record]] = {

@@ -65,6 +65,12 @@ def transition_lines(record: TransitionRecord) -> Iterator[str]:
     for name, unit in record.units.items():
         moved = unit.get("bytes_wire", 0)
         yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
+    for name, change in record.knobs.items():
+        sides = (
+            ", ".join(f"{knob}={value}" for knob, value in change[side].items())
+            for side in ("from", "to")
+        )
+        yield f"  {name} knobs: {' -> '.join(sides)}"
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

@@ -114,7 +114,7 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
             {"schedule": {1: {"tp": 2}, "1": {"tp": 4}}},
             ".schedule.1: this step is given twice",
         ),
-        ({"schedule": {1: {}}}, ".schedule.1 must be layout fields"),
+        ({"schedule": {1: {}}}, ".schedule.1 must be fields of layout or knobs"),
         ({"schedule": {1: {"tpp": 2}}}, ".schedule.1: unknown key 'tpp'; did you mean 'tp'"),
         (
             {"schedule": {1: {"actor": {"tp": 2}, "crtic": {"tp": 2}}}},
@@ -124,7 +124,7 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
             {"schedule": {1: {"actr": {"tp": 2}}}},
             ".schedule.1: unknown key 'actr'; did you mean 'actor'",
         ),
-        ({"schedule": {1: {"actor": 2}}}, ".schedule.1.actor must be layout fields"),
+        ({"schedule": {1: {"actor": 2}}}, ".schedule.1.actor must be fields of layout or knobs"),
         (
             {"schedule": {1: {"critic": {"ulises": 2}}}},
             ".schedule.1.critic: unknown key 'ulises'; did you mean 'ulysses'",
@@ -383,8 +383,11 @@ def test_coupling_and_the_reference_on_accelerators() -> None:
         ),
     )
     on_gpu = put(job(), "trainer.device", "cuda")
-    assert ModelStage.REF_LOGPROB not in capabilities.capabilities(on_gpu, "0.9.1").stages
-    assert ModelStage.REF_LOGPROB in capabilities.capabilities(job(), "0.9.1").stages
+    stages = capabilities.capabilities(on_gpu, "0.9.1").stages
+    assert stages[ModelStage.REF_LOGPROB].layout_fields == frozenset()
+    assert stages[ModelStage.REF_LOGPROB].knob_fields == {"micro_batch", "token_budget_tokens"}
+    assert stages[ModelStage.CRITIC_TRAIN].knob_fields == {"token_budget_tokens"}
+    assert capabilities.capabilities(job(), "0.9.1").stages[ModelStage.REF_LOGPROB].layout_fields
 
 
 # -- checking a transition ---------------------------------------------------------------------
@@ -470,7 +473,7 @@ def test_megatron_units_change_together() -> None:
 def test_stamp_passes_its_own_layout_and_names_settings_otherwise(tmp_path: Any) -> None:
     config = job("megatron")
     saved = dict.fromkeys(("actor", "critic", "ref"), Layout(tp=2, dp=2, sharding="zero1"))
-    stamp.write(tmp_path, saved, config, 3)
+    stamp.write(tmp_path, saved, {}, config, 3)
     stamp.check(tmp_path, saved, config)
     with pytest.raises(
         stamp.LayoutMismatch,
@@ -480,7 +483,7 @@ def test_stamp_passes_its_own_layout_and_names_settings_otherwise(tmp_path: Any)
 
 
 def test_stamp_of_another_world_size(tmp_path: Any) -> None:
-    stamp.write(tmp_path, {"actor": FSDP}, job(), 0)
+    stamp.write(tmp_path, {"actor": FSDP}, {}, job(), 0)
     with pytest.raises(stamp.LayoutMismatch, match=r"saved by 4 ranks, this job has 8"):
         stamp.check(tmp_path, {"actor": Layout(dp=8, sharding="fsdp")}, job(ranks=8))
 

@@ -14,14 +14,11 @@ from typing import Any
 
 from nereus_plugins.job import Capabilities, Refusal, StageCapability
 from nereus_plugins.spec import Layout, ModelSpec, ModelStage, SpecError
-from nereus_verl import jobconfig
+from nereus_verl import jobconfig, knobs
+from nereus_verl.config import SIZES
 from nereus_verl.jobconfig import UnitConfig, select
+from nereus_verl.knobs import STAGES, Batching
 
-STAGES: Mapping[str, tuple[ModelStage, ...]] = {
-    "actor": (ModelStage.ACTOR_TRAIN,),
-    "critic": (ModelStage.CRITIC_VALUES, ModelStage.CRITIC_TRAIN),
-    "ref": (ModelStage.REF_LOGPROB,),
-}
 FIELDS = {
     "fsdp2": frozenset({"dp", "ulysses", "sharding", "shard_size"}),
     "megatron": frozenset({"tp", "pp", "dp", "sequence_parallel"}),
@@ -336,6 +333,8 @@ def all_refusals() -> tuple[Refusal, ...]:
         _MODEL,
         _SHUFFLE,
         _FIXED_ROLLOUT,
+        knobs.FIXED,
+        knobs.CRITIC_BY_TOKENS,
         *(rule.refusal for rule in _RULES),
     )
 
@@ -377,12 +376,16 @@ def changeable(config: Mapping[str, Any]) -> dict[str, UnitConfig]:
 
 def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
     """What can be executed in this job."""
+    units = jobconfig.units(config)
+    moving = changeable(config)
     stages = {
-        stage: StageCapability(layout_fields=FIELDS[unit.strategy])
-        for name, unit in changeable(config).items()
+        stage: StageCapability(
+            layout_fields=FIELDS[unit.strategy] if name in moving else frozenset(),
+            knob_fields=frozenset({"token_budget_tokens"} if name == "critic" else SIZES),
+        )
+        for name, unit in units.items()
         for stage in STAGES[name]
     }
-    units = jobconfig.units(config)
     megatron = any(unit.strategy == "megatron" for unit in units.values())
     coupled: tuple[frozenset[ModelStage], ...]
     if megatron:  # one parallel state in each process
@@ -412,6 +415,7 @@ def check_targets(
     targets: Mapping[str, Layout],
     where: str,
     leave: Sequence[int] = (),
+    batching: Mapping[str, Batching] | None = None,
 ) -> int:
     """Check target layouts against the model, the ranks, what is coupled, and the batch sizes.
 
@@ -419,6 +423,7 @@ def check_targets(
         models: by unit. current: layout in force, by unit. targets: by unit; others stay.
         where: the setting the targets come from.
         leave: ranks that must leave.
+        batching: how each unit batches afterwards; None: as verl's configuration says.
 
     Returns: how many ranks there are afterwards.
 
@@ -445,7 +450,11 @@ def check_targets(
                     f"{getattr(target, field)}; with {unit.strategy} this adapter changes "
                     f"{', '.join(sorted(FIELDS[unit.strategy]))}"
                 )
-        _check_batches(config, unit, target, models[name], here)
+    for name, unit in jobconfig.units(config).items():
+        cut = knobs.start_batching(config, name) if batching is None else batching[name]
+        if name in targets or cut != knobs.start_batching(config, name):
+            layout = targets.get(name, current[name])
+            _check_batches(config, unit, layout, models[name], cut, f"{where}.{name}")
     _check_coupled(config, current, targets, where)
     return world
 
@@ -518,7 +527,12 @@ def _check_coupled(
 
 
 def _check_batches(
-    config: Mapping[str, Any], unit: UnitConfig, target: Layout, model: ModelSpec, where: str
+    config: Mapping[str, Any],
+    unit: UnitConfig,
+    target: Layout,
+    model: ModelSpec,
+    batching: Batching,
+    where: str,
 ) -> None:
     dp = target.dp
     samples = int(select(config, "actor_rollout_ref.rollout.n", 1))
@@ -532,23 +546,20 @@ def _check_batches(
             )
 
     divides(rows, dp, "data.train_batch_size * rollout.n", "data.train_batch_size")
+    mini = rows
     if unit.name != "ref":
         mini = int(config_value(config, f"{unit.section}.ppo_mini_batch_size")) * samples
         setting = f"{unit.section}.ppo_mini_batch_size"
         divides(mini, dp, f"{setting} * rollout.n", setting)
-    for micro_setting, share in _micro_batches(config, unit, rows // dp, dp, samples):
-        micro = select(config, micro_setting)
-        if micro is not None:
-            divides(share, int(micro), f"a rank's share of {share} samples", micro_setting)
-    for budget_setting in _token_budgets(config, unit):
-        budget = int(config_value(config, budget_setting)) * target.ulysses
-        longest = int(config["data"]["max_prompt_length"]) + int(
-            config["data"]["max_response_length"]
-        )
-        if budget < longest:
+    longest = sum(int(config["data"][f"max_{part}_length"]) for part in ("prompt", "response"))
+    for use, name, size in knobs.sizes(config, unit.name, batching):
+        if not batching.by_tokens:
+            share = (mini if use == "train" else rows) // dp
+            divides(share, size, "a rank's share of samples", name)
+        elif size * target.ulysses < longest:
             raise SpecError(
-                f"{where}: in layout {target} a micro-batch holds {budget} tokens, a sequence up "
-                f"to {longest}; raise {budget_setting} to at least "
+                f"{where}: in layout {target} a micro-batch holds {size * target.ulysses} tokens, "
+                f"a sequence up to {longest}; raise {name} to at least "
                 f"{math.ceil(longest / target.ulysses)}"
             )
     if target.ulysses > 1:
@@ -565,39 +576,9 @@ def _check_batches(
             )
 
 
-def _micro_batches(
-    config: Mapping[str, Any], unit: UnitConfig, rows: int, dp: int, samples: int
-) -> Iterator[tuple[str, int]]:
-    """(setting, samples of one rank that it must divide), where batches are of fixed size."""
-    if unit.name == "actor" and not select(
-        config, "actor_rollout_ref.actor.use_dynamic_bsz", False
-    ):
-        mini = int(config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]) * samples // dp
-        yield "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", mini
-        yield "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", rows
-    if unit.name == "ref" and not select(
-        config, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", False
-    ):
-        yield "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", rows
-
-
-def _token_budgets(config: Mapping[str, Any], unit: UnitConfig) -> Iterator[str]:
-    """Settings of token budgets in use. verl's critic always works by budget."""
-    if unit.name == "critic":
-        yield "critic.ppo_infer_max_token_len_per_gpu"
-    elif unit.name == "actor" and select(config, "actor_rollout_ref.actor.use_dynamic_bsz", False):
-        yield "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        yield "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
-    elif unit.name == "ref" and select(
-        config, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", False
-    ):
-        yield "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-
-
 def config_value(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; verl's own default where the path is not written out."""
-    defaults = {"critic.ppo_infer_max_token_len_per_gpu": 32768}
-    value = select(config, path, defaults.get(path))
+    """The value at a dotted path. Raises: SpecError where it is not set."""
+    value = select(config, path)
     if value is None:
         raise SpecError(f"{path} is not set")
     return value

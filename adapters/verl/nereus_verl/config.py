@@ -9,11 +9,14 @@ A schedule maps a training step to the layouts that hold from the end of that st
         15: {ranks: 4, tp: 2}                              # on four ranks from now on
         20: {ranks: 2, actor: {ulysses: 2}}                # on two; the others follow by dp
         25: {leave: [0]}                                   # rank 0 leaves, another joins for it
+        30: {actor: {token_budget_tokens: 8192}}           # larger micro-batches; nothing moves
 
 The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1; `dp` left
 out takes the remaining ranks; `ranks` left out is what the layouts take, which is the number in
 force where they leave `dp` out; `sharding` and `sequence_parallel` left out are what verl's own
-settings make the engine do.
+settings make the engine do. Of `nereus_plugins.spec.Knobs`, `token_budget_tokens` and `micro_batch`
+can change, beside a layout or alone: what names knobs only keeps its layout, and knobs left out
+stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nereus_plugins.spec import FrozenMap, GlobalPlan, Layout, Record, SpecError
+from nereus_plugins.spec import FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
 from nereus_plugins.spec.record import (
     divisors_text,
     require,
@@ -36,6 +39,9 @@ UNITS = ("actor", "critic", "ref")
 BACKENDS = ("fsdp2", "megatron")
 RANKS, LEAVE = "ranks", "leave"
 LAYOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Layout))
+KNOB_FIELDS = tuple(f.name for f in dataclasses.fields(Knobs))
+SIZES = ("micro_batch", "token_budget_tokens")  # the knobs that can change
+UNIT_FIELDS = (*LAYOUT_FIELDS, *KNOB_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +125,7 @@ def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
         require(step not in out, f"{where}: this step is given twice")
         require(
             isinstance(plan, Mapping) and len(plan) > 0,
-            f"{where} must be layout fields, or units with layout fields, got {plan!r}",
+            f"{where} must be fields of layout or knobs, or units with such, got {plan!r}",
         )
         out[step] = check_plan(plan, where)
     return FrozenMap(sorted(out.items()))
@@ -140,11 +146,11 @@ def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
                 raise unknown_key(unit, (*UNITS, RANKS, LEAVE), where)
             require(
                 isinstance(layout, Mapping),
-                f"{where}.{unit} must be layout fields, like {{tp: 2}}, got {layout!r}",
+                f"{where}.{unit} must be fields of layout or knobs, like {{tp: 2}}, got {layout!r}",
             )
-            _check_fields(layout, LAYOUT_FIELDS, f"{where}.{unit}")
+            _check_fields(layout, UNIT_FIELDS, f"{where}.{unit}")
         return whole
-    _check_fields(plan, (*LAYOUT_FIELDS, RANKS, LEAVE), where)
+    _check_fields(plan, (*UNIT_FIELDS, RANKS, LEAVE), where)
     return whole
 
 
@@ -252,9 +258,11 @@ def plan_layouts(
         return global_plan_layouts(GlobalPlan.from_dict(plan, where=where), units, where)
     fixed = RANKS in plan
     ranks = int(plan.get(RANKS, next(iter(current.values())).world_size))
-    plan = {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
-    if plan and not set(plan) & set(UNITS):
-        plan = {unit: plan for unit in units}
+    plan = {
+        unit: {name: value for name, value in fields.items() if name in LAYOUT_FIELDS}
+        for unit, fields in by_unit(plan, units).items()
+        if not _only_knobs(fields)
+    }
     if fixed:
         plan = {unit: plan.get(unit, _but_for_dp(current[unit], ranks)) for unit in units} | plan
     out: dict[str, Layout] = {}
@@ -272,6 +280,18 @@ def plan_layouts(
             where=f"{where}.{unit}",
         )
     return out
+
+
+def by_unit(plan: Mapping[str, Any], units: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Unit -> its fields in a plan other than a global one, which may give all `units` the same."""
+    plan = {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
+    if plan and not set(plan) & set(UNITS):
+        return {unit: plan for unit in units}
+    return plan
+
+
+def _only_knobs(fields: Mapping[str, Any]) -> bool:
+    return bool(fields) and set(fields) <= set(KNOB_FIELDS)
 
 
 def _but_for_dp(layout: Layout, ranks: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import Timed, merge_unit_reports
 from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
-from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage, SpecError
+from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
     RecordWriter,
@@ -25,9 +25,10 @@ from nereus_plugins.trace.record import (
     TransitionRecord,
     now_s,
 )
-from nereus_verl import capabilities, jobconfig, stamp, verl_private, worker
+from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private, worker
 from nereus_verl.config import check_plan, global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all
+from nereus_verl.knobs import Batching
 from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.ranks import (
     DRIVER_PATIENCE,
@@ -65,6 +66,7 @@ class VerlJob:
         self.checked = checked
         self._ranks = ranks
         self._layouts = dict(checked.layouts)
+        self._batching = dict(checked.batching)
         self._records = RecordWriter(checked.run_dir)
         self._journal = Journal(checked.run_dir / JOURNAL_FILE)
         # Epochs go on from an earlier run of the same job; each attempt takes one.
@@ -128,13 +130,15 @@ class VerlJob:
         return capabilities.capabilities(self.checked.config, verl_private.verl_version())
 
     def describe(self) -> GlobalPlan:
-        assignments = {
-            stage: Assignment(layout)
-            for name, layout in self._layouts.items()
-            for stage in capabilities.STAGES[name]
-        }
-        rollout = jobconfig.rollout_layout(self.checked.config, len(self._ranks))
-        assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout)
+        config = self.checked.config
+        assignments = {}
+        for name, layout in self._layouts.items():
+            fixed = knobs.fixed_knobs(config, self.checked.units[name])
+            for stage in knobs.STAGES[name]:
+                sizes = self._batching[name].knobs(stage)
+                assignments[stage] = Assignment(layout, Knobs(**fixed, **sizes))
+        rollout = jobconfig.rollout_layout(config, len(self._ranks))
+        assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout, knobs.rollout_knobs(config))
         return GlobalPlan(assignments, name=f"epoch-{self._epoch}")
 
     def epoch(self) -> int:
@@ -148,7 +152,7 @@ class VerlJob:
             UnitInfo(
                 name=name,
                 model=self.checked.models[name],
-                stages=frozenset(capabilities.STAGES[name]),
+                stages=frozenset(knobs.STAGES[name]),
                 layout=layout,
                 trainable=name != "ref",
             )
@@ -162,7 +166,14 @@ class VerlJob:
             )
         where = f"plan {proposal.plan.name!r}"
         targets = global_plan_layouts(proposal.plan, self._layouts, where)
-        return self.transition(targets, where)
+        batching = knobs.global_plan_batching(
+            proposal.plan,
+            config=self.checked.config,
+            units=self.checked.units,
+            current=self._batching,
+            where=where,
+        )
+        return self.transition(targets, where, batching=batching)
 
     # -- what the trainer calls -----------------------------------------------------------------
 
@@ -172,6 +183,9 @@ class VerlJob:
 
     def layout(self, unit: str) -> Layout:
         return self._layouts[unit]
+
+    def batching(self, unit: str) -> Batching:
+        return self._batching[unit]
 
     def world_size(self) -> int:
         return len(self._ranks)
@@ -203,21 +217,20 @@ class VerlJob:
         """The schedule was checked before the job started; where an earlier transition was aborted
         or skipped since, a plan may not fit what is in force, and is aborted too.
         """
-        targets = self.checked.targets[step]
+        targets, batching = self.checked.targets[step], self.checked.batching_targets[step]
+        changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
+        cut = {name: (self._batching[name], new) for name, new in batching.items()}
         if self._inbox.paused:
-            run = _Run(
-                self._epoch, step, {name: (self._layouts[name], targets[name]) for name in targets}
-            )
+            run = _Run(self._epoch, step, changes, cut)
             run.outcome = "skipped"
             run.reason = "the job was paused; `nereus transition` can submit the plan"
             return self._finished(run)
         try:
             leave = self.checked.leave[step]
-            return self.transition(targets, f"nereus.schedule.{step}", leave)
+            return self.transition(targets, f"nereus.schedule.{step}", leave, batching)
         except SpecError as error:
             self._attempts += 1
-            changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
-            run = _Run(self._attempts, step, changes)
+            run = _Run(self._attempts, step, changes, cut)
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
 
@@ -226,8 +239,7 @@ class VerlJob:
         if submitted is None:
             return None
         try:
-            targets, leave = self._targets(submitted.plan)
-            record = self.transition(targets, SUBMITTED, leave)
+            record = self.transition(*self._targets(submitted.plan))
         except SpecError as error:
             self._inbox.answer(messages.REFUSED, str(error))
             return None
@@ -239,23 +251,33 @@ class VerlJob:
 
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
-        layouts = dict(self._layouts)
-        targets, leave = self._targets(plan)
+        layouts, cut = dict(self._layouts), dict(self._batching)
+        targets, _, leave, batching = self._targets(plan)
         changes = [f"{n} {layouts[n]} -> {t}" for n, t in targets.items() if t != layouts[n]]
+        changes += [
+            f"{n} micro-batches of {cut[n]} -> {new}"
+            for n, new in batching.items()
+            if new != cut[n]
+        ]
         changes += [f"ranks {', '.join(map(str, leave))} leave"] if leave else []
         if not changes:
             raise SpecError(f"nothing to change: {_listed(layouts)} is in force")
         return ", ".join(changes)
 
-    def _targets(self, plan: Mapping[str, Any]) -> tuple[dict[str, Layout], tuple[int, ...]]:
+    def _targets(
+        self, plan: Mapping[str, Any]
+    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, Batching]]:
+        """The arguments of `transition`. Raises: SpecError if the plan cannot be run."""
         checked = self.checked
-        return plan_targets(
+        targets, leave, batching = plan_targets(
             checked.config,
             checked.models,
             check_plan(plan, SUBMITTED),
             dict(self._layouts),
+            dict(self._batching),
             SUBMITTED,
         )
+        return targets, SUBMITTED, leave, batching
 
     def _listen(self, run_id: str) -> None:
         self._inform()
@@ -278,7 +300,11 @@ class VerlJob:
                 say(f"step {self._step}: {messages.ENDPOINT_FILE} could not be written: {error}")
 
     def transition(
-        self, targets: Mapping[str, Layout], where: str, leave: Sequence[int] = ()
+        self,
+        targets: Mapping[str, Layout],
+        where: str,
+        leave: Sequence[int] = (),
+        batching: Mapping[str, Batching] | None = None,
     ) -> TransitionRecord:
         """One transition of the named units, as a transaction.
 
@@ -286,6 +312,7 @@ class VerlJob:
             targets: by unit; others stay. where: what asked for it, for messages.
             leave: ranks that must leave; others join for them, or follow them out, as the layouts
                 take more or fewer ranks than stay.
+            batching: by unit; others stay.
 
         Returns: the record, also when it was aborted: then the old layouts are in force.
 
@@ -294,8 +321,9 @@ class VerlJob:
             TransitionFailed: the job must end (RolloutFailed: after a checkpoint).
         """
         checked = self.checked
+        cut = self._batching | dict(batching or {})
         world = capabilities.check_targets(
-            checked.config, checked.models, self._layouts, targets, where, leave
+            checked.config, checked.models, self._layouts, targets, where, leave, cut
         )
         change = self._ranks.change_to(world, leave)
         changes = {
@@ -305,12 +333,17 @@ class VerlJob:
         }
         self._attempts += 1
         run = _Run(
-            self._attempts, self._step, {n: (self._layouts[n], t) for n, t in changes.items()}
+            self._attempts,
+            self._step,
+            {n: (self._layouts[n], t) for n, t in changes.items()},
+            {n: (self._batching[n], c) for n, c in cut.items() if c != self._batching[n]},
         )
-        if changes:
+        if changes or run.batching:
             say(f"step {self._step}: {run.listed()} ...")
             try:
-                if change is None:
+                if not changes:
+                    self._change_knobs(run)
+                elif change is None:
                     self._execute(run, changes, self._ranks.current)
                 else:
                     self._execute_on_other_ranks(run, changes, change)
@@ -373,6 +406,37 @@ class VerlJob:
                 raise RolloutFailed(f"the rollout did not follow: {error!r}") from error
         run.ranks |= {"rollout_replicas_kept": kept, "rollout_replicas_launched": launched}
 
+    def _change_knobs(self, run: _Run) -> None:
+        """A transition that moves nothing: committed in the journal, then set on every rank."""
+        if not self._committed_in_journal(run, {}, self._ranks.names):
+            return
+        with run.timed("commit"):
+            values = _engine_values(run.new_batching())
+            self._call(self._ranks.current, "commit", worker.set_engine_values, values)
+        self._batching |= run.new_batching()
+        self._epoch = run.epoch
+
+    def _committed_in_journal(
+        self, run: _Run, changes: Mapping[str, Layout], names: Sequence[str]
+    ) -> bool:
+        """Write the commit; where it cannot be written, `run` is aborted."""
+        after: dict[str, Any] = {
+            name: layout.to_dict() for name, layout in {**self._layouts, **changes}.items()
+        }
+        batching = self._batching | run.new_batching()
+        if batching != self.checked.batching:
+            after["knobs"] = {name: cut.to_dict() for name, cut in batching.items()}
+        try:
+            with run.timed("journal"):
+                self._journal.commit(
+                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step, ranks=names
+                )
+        except (OSError, JournalError, EpochError) as error:
+            run.outcome, run.reason = "aborted", f"the journal was not written: {error}"
+            return False
+        run.journaled = True
+        return True
+
     def _execute(
         self,
         run: _Run,
@@ -403,20 +467,14 @@ class VerlJob:
         if len(digests) != 1:
             call("abort", worker.abort)
             raise TransitionFailed(f"ranks prepared different schedules: {sorted(digests)}")
-        after = {n: layout.to_dict() for n, layout in {**self._layouts, **changes}.items()}
         names = [rank.name for rank in (ranks if change is None else change.after)]
-        try:
-            with run.timed("journal"):
-                self._journal.commit(
-                    epoch=run.epoch, plan=after, digest=run.digest, step=self._step, ranks=names
-                )
-        except (OSError, JournalError, EpochError) as error:
+        if not self._committed_in_journal(run, changes, names):
             call("abort", worker.abort)
-            run.outcome, run.reason = "aborted", f"the journal was not written: {error}"
             return
-        run.journaled = True
         with run.timed("commit"):
-            answers = call("commit", worker.commit)
+            # Of all units: a process that joins was made as verl's configuration says.
+            cut = self._batching | run.new_batching()
+            answers = call("commit", worker.commit, _engine_values(cut))
         if run.aborted(answers):
             try:
                 self._journal.abort(epoch=run.epoch, reason=run.reason)
@@ -424,6 +482,7 @@ class VerlJob:
                 run.reason += f"; the journal still says that it was committed: {error}"
             return
         self._layouts.update(changes)
+        self._batching |= run.new_batching()
         self._epoch = run.epoch
         for group in self._ranks.groups:
             verl_private.forget_dispatch(group)
@@ -499,13 +558,15 @@ class VerlJob:
 
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""
-        stamp.write(folder, self._layouts, self.checked.config, self._epoch)
+        stamp.write(folder, self._layouts, self._batching, self.checked.config, self._epoch)
 
     def _schedule(self) -> dict[str, Any]:
-        return {
-            str(step): {name: layout.to_dict() for name, layout in targets.items()}
-            for step, targets in self.checked.targets.items()
-        }
+        out: dict[str, Any] = {}
+        for step, targets in self.checked.targets.items():
+            out[str(step)] = {name: layout.to_dict() for name, layout in targets.items()}
+            if knobs_too := self.checked.batching_targets[step]:
+                out[str(step)]["knobs"] = {name: c.to_dict() for name, c in knobs_too.items()}
+        return out
 
 
 def _lost_ranks(answer: Any, change: Change | None) -> str:
@@ -522,10 +583,17 @@ def _lost_ranks(answer: Any, change: Change | None) -> str:
 class _Run:
     """One transition as the driver sees it, on its way to a record."""
 
-    def __init__(self, epoch: int, step: int, changes: Mapping[str, tuple[Layout, Layout]]) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        step: int,
+        changes: Mapping[str, tuple[Layout, Layout]],
+        batching: Mapping[str, tuple[Batching, Batching]],
+    ) -> None:
         self.epoch = epoch
         self.step = step
         self.changes = changes
+        self.batching = batching
         self.outcome = "committed"
         self.reason = ""
         self.digest = ""
@@ -568,6 +636,9 @@ class _Run:
             spent = [report["units"].get(name, 0.0) for report in reports]
             unit["seconds"]["release"] = max(spent, default=0.0)
 
+    def new_batching(self) -> dict[str, Batching]:
+        return {name: new for name, (_, new) in self.batching.items()}
+
     def record(self) -> TransitionRecord:
         units = self.units or {
             name: {"from": str(old), "to": str(new)} for name, (old, new) in self.changes.items()
@@ -582,12 +653,18 @@ class _Run:
             seconds=self.seconds,
             digest=self.digest,
             ranks=self.ranks,
+            knobs={
+                name: {"from": old.to_dict(), "to": new.to_dict()}
+                for name, (old, new) in self.batching.items()
+            },
         )
 
     def listed(self) -> str:
-        if not self.changes:
-            return "nothing to change"
-        return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.changes.items())
+        parts = [f"{name} {old} -> {new}" for name, (old, new) in self.changes.items()]
+        parts += [
+            f"{name} micro-batches of {old} -> {new}" for name, (old, new) in self.batching.items()
+        ]
+        return ", ".join(parts) or "nothing to change"
 
     def summary(self) -> str:
         if self.outcome == "skipped":
@@ -617,6 +694,10 @@ def setup(checked: Preflight) -> Setup:
 def say(text: str) -> None:
     """One line on the job's console."""
     print(f"nereus: {text}", file=sys.stdout, flush=True)
+
+
+def _engine_values(batching: Mapping[str, Batching]) -> dict[str, dict[str, Any]]:
+    return {name: cut.engine_values() for name, cut in batching.items()}
 
 
 def _listed(layouts: Mapping[str, Layout]) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import Layout, ModelSpec, SpecError
-from nereus_verl import capabilities, jobconfig, stamp, verl_private
+from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private
 from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
+from nereus_verl.knobs import Batching, plan_batching
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Preflight:
     targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint to resume
         from was saved before the transition of its own step, so that one is still to come.
     leave: step -> ranks that a plan names to leave.
+    batching: by unit, at the start. batching_targets: step -> unit -> batching.
     """
 
     nereus: NereusConfig
@@ -31,6 +33,8 @@ class Preflight:
     layouts: Mapping[str, Layout]
     targets: Mapping[int, Mapping[str, Layout]]
     leave: Mapping[int, tuple[int, ...]]
+    batching: Mapping[str, Batching]
+    batching_targets: Mapping[int, Mapping[str, Batching]]
     run_dir: Path
 
     def ranks_change(self) -> bool:
@@ -95,15 +99,30 @@ def run(config: Mapping[str, Any]) -> Preflight:
     targets: dict[int, Mapping[str, Layout]] = {}
     leave: dict[int, tuple[int, ...]] = {}
     current = dict(layouts)
+    batching = {name: knobs.start_batching(config, name) for name in units}
+    batching_targets: dict[int, Mapping[str, Batching]] = {}
+    cut = dict(batching)
     for step, plan in nereus.schedule.items():
         if step < done:
             continue
-        targets[step], leave[step] = plan_targets(
-            config, models, plan, current, f"nereus.schedule.{step}"
+        targets[step], leave[step], batching_targets[step] = plan_targets(
+            config, models, plan, current, cut, f"nereus.schedule.{step}"
         )
+        cut.update(batching_targets[step])
         current.update(targets[step])
     run_dir = _run_dir(nereus, config)
-    return Preflight(nereus, config, units, models, layouts, targets, leave, run_dir)
+    return Preflight(
+        nereus=nereus,
+        config=config,
+        units=units,
+        models=models,
+        layouts=layouts,
+        targets=targets,
+        leave=leave,
+        batching=batching,
+        batching_targets=batching_targets,
+        run_dir=run_dir,
+    )
 
 
 def plan_targets(
@@ -111,13 +130,15 @@ def plan_targets(
     models: Mapping[str, ModelSpec],
     plan: Mapping[str, Any],
     current: Mapping[str, Layout],
+    batching: Mapping[str, Batching],
     where: str,
-) -> tuple[dict[str, Layout], tuple[int, ...]]:
-    """What a plan means for the job, checked: (target layouts by unit, ranks that must leave).
+) -> tuple[dict[str, Layout], tuple[int, ...], dict[str, Batching]]:
+    """What a plan means for the job, checked: (target layouts by unit, ranks that must leave, by
+    unit how it batches afterwards).
 
     Args:
         config: verl's. models: by unit. plan: as checked by `config.check_plan`.
-        current: layouts that it starts from, by unit. where: the setting, for messages.
+        current, batching: what it starts from, by unit. where: the setting, for messages.
 
     Raises: SpecError naming `where` or verl's setting that is in the way.
     """
@@ -132,8 +153,12 @@ def plan_targets(
         where=where,
     )
     leave = tuple(plan.get(LEAVE, ()))
-    capabilities.check_targets(config, models, current, targets, where, leave)
-    return targets, leave
+    changed = plan_batching(
+        plan, config=config, units=jobconfig.units(config), current=batching, where=where
+    )
+    after = {**batching, **changed}
+    capabilities.check_targets(config, models, current, targets, where, leave, after)
+    return targets, leave, changed
 
 
 def check_ahead(config: Mapping[str, Any]) -> None:

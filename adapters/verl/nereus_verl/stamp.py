@@ -14,6 +14,7 @@ from typing import Any
 
 from nereus_plugins.spec import Layout
 from nereus_verl import jobconfig
+from nereus_verl.knobs import Batching, batching_settings
 
 FILE = "nereus_layout.json"
 SCHEMA_VERSION = 1
@@ -24,12 +25,17 @@ class LayoutMismatch(RuntimeError):
 
 
 def write(
-    folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any], epoch: int
+    folder: Path,
+    layouts: Mapping[str, Layout],
+    batching: Mapping[str, Batching],
+    config: Mapping[str, Any],
+    epoch: int,
 ) -> Path:
     """Stamp the checkpoint in `folder` (verl's global_step_N).
 
     Args:
-        layouts: by unit, as saved. config: verl's. epoch: of the plan in force.
+        layouts: by unit, as saved. batching: by unit, in force; a checkpoint can be loaded with
+            another. config: verl's. epoch: of the plan in force.
     """
     units = jobconfig.units(config)
     stamp = {
@@ -41,6 +47,11 @@ def write(
             path: value
             for name, layout in layouts.items()
             for path, value in jobconfig.layout_settings(units[name], layout).items()
+        }
+        | {
+            path: value
+            for name, cut in batching.items()
+            for path, value in batching_settings(name, cut).items()
         },
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
-from nereus_verl import jobconfig, minibatches, preflight, verl_private
+from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
 from nereus_verl.job import RolloutFailed, VerlJob, setup
 from nereus_verl.ranks import Ranks
 
@@ -97,7 +97,9 @@ class NereusTrainer(PPOTrainerSync):
         """Write the layout in force into the driver's configuration, for later readers."""
         with open_dict(self.config):
             for name, unit in job.checked.units.items():
-                for path, value in jobconfig.layout_settings(unit, job.layout(name)).items():
+                settings = jobconfig.layout_settings(unit, job.layout(name))
+                settings |= knobs.batching_settings(name, job.batching(name))
+                for path, value in settings.items():
                     OmegaConf.update(self.config, path, value)
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +171,7 @@ class NereusTrainer(PPOTrainerSync):
         )
         self._job.write_step(record)
         metrics["nereus/world_size"] = self._ran_in.world_size
+        metrics.update({f"nereus/{name}": size for name, size in self._ran_in.sizes.items()})
         metrics.update(_metrics(record, transition))
 
 
@@ -178,6 +181,12 @@ class _InForce:
     def __init__(self, job: VerlJob) -> None:
         self.epoch = job.epoch()
         self.layouts = job.layouts()
+        self.sizes = {
+            f"{stage.value}/{name}": size
+            for unit in job.checked.units
+            for stage in knobs.STAGES[unit]
+            for name, size in job.batching(unit).knobs(stage).items()
+        }
         self.world_size = job.world_size()
 
 

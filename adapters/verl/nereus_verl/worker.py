@@ -358,8 +358,12 @@ def free_memory(worker: Any, names: Sequence[str]) -> int | None:
     return int(free + unused + sum(held.values()))
 
 
-def commit(worker: Any) -> dict[str, Any]:
+def commit(worker: Any, engine_values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Switch to the prepared layouts, and let everything verl keeps about them follow.
+
+    Args:
+        engine_values: as in `set_engine_values`, of all units: a process that joins was made with
+            what verl's configuration says.
 
     Returns: {}, or {"aborted": ...} where a rank failed before any switched.
     """
@@ -382,7 +386,19 @@ def commit(worker: Any) -> dict[str, Any]:
             )
             if hasattr(seat.worker, "engine_config"):
                 seat.worker.engine_config = engine.engine_config
+    set_engine_values(worker, engine_values)
     return {}
+
+
+def set_engine_values(worker: Any, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Have the engines cut micro-batches in another way from the next call on. Local.
+
+    Args:
+        values: unit -> fields of its engine's configuration (`knobs.Batching.engine_values`).
+    """
+    state: RankState = getattr(worker, STATE)
+    for name, fields in values.items():
+        verl_private.set_config(state.engines[name].engine_config, **fields)
 
 
 def release(worker: Any) -> dict[str, Any]:
