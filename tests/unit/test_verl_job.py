@@ -13,7 +13,9 @@ from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import staying
 
 from nereus_plugins.control.client import Client, NoLiveJob
-from nereus_plugins.spec import Layout, SpecError
+from nereus_plugins.gtg.journal import Journal
+from nereus_plugins.job import Proposal
+from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import TransitionRecord, read_records
 from tests.unit.test_verl_config import HF, job, put
 
@@ -48,6 +50,7 @@ class NoRanks:
     """The processes of a job that has none."""
 
     current = ()
+    names = ()
 
     def __len__(self) -> int:
         return 4
@@ -212,6 +215,45 @@ def test_a_job_that_cannot_listen_trains_on(
     assert "takes no commands while it runs (nereus.control): " in capsys.readouterr().out
     assert not run.is_due(1)
     run.close()
+
+
+def test_knobs_alone_are_a_transition_without_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = {1: {"actor": {"micro_batch": 2}}, 3: {"actor": {"token_budget_tokens": 512}}}
+    run = VerlJob(checked(tmp_path, schedule), NoRanks())
+    assert run.describe().assignments[ModelStage.ACTOR_TRAIN].knobs == Knobs(micro_batch=4)
+    record = run.at_boundary(1)
+    assert record is not None
+    assert (record.outcome, record.epoch, record.units) == ("committed", 1, {})
+    assert record.knobs == {
+        "actor": {
+            "from": {"by_tokens": False, "train": 4, "infer": 4},
+            "to": {"by_tokens": False, "train": 2, "infer": 2},
+        }
+    }
+    in_force = run.describe()
+    assert in_force.assignments[ModelStage.ACTOR_TRAIN].knobs == Knobs(micro_batch=2)
+    assert in_force.assignments[ModelStage.CRITIC_VALUES].knobs.token_budget_tokens == 32768
+    (commit,) = Journal(tmp_path / "run" / "journal.jsonl").read()
+    assert commit.plan["knobs"]["actor"]["train"] == 2
+
+    # What is described can be executed: it changes nothing, and then only what is asked for.
+    assert run.execute(Proposal(1, in_force)).knobs == {}
+    asked = Assignment(run.layout("actor"), Knobs(micro_batch=8))
+    plan = GlobalPlan({ModelStage.ACTOR_TRAIN: asked})
+    assert set(run.execute(Proposal(1, plan)).knobs) == {"actor"}
+    assert run.batching("actor").train == 8
+
+    def no_space(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run._journal, "_append", no_space)
+    record = run.at_boundary(3)
+    assert record is not None
+    assert record.outcome == "aborted"
+    assert "the journal was not written" in record.reason
+    assert run.batching("actor").train == 8
 
 
 def test_last_words_are_said_where_records_cannot_be_written(

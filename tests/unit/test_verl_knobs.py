@@ -198,8 +198,8 @@ def test_a_misspelt_knob_is_named() -> None:
         ({"ref": {"micro_batch": 16}}, "plan.ref: a rank's share of samples"),
         (
             {"actor": {"token_budget_tokens": 79}},
-            "plan.actor: in layout TP1 PP1 DP4 FSDP a micro-batch holds 79 tokens, a sequence up to 80; "
-            "raise token_budget_tokens to at least 80",
+            "plan.actor: in layout TP1 PP1 DP4 FSDP a micro-batch holds 79 tokens, a sequence up "
+            "to 80; raise token_budget_tokens to at least 80",
         ),
         ({"critic": {"token_budget_tokens": 79}}, "plan.critic: in layout"),
         ({"ref": {"token_budget_tokens": 79}}, "plan.ref: in layout"),
