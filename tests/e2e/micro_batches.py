@@ -1,5 +1,5 @@
-"""Loaded into a job by VERL_USE_EXTERNAL_MODULES: writes down how rank 0's FSDP2 engines cut each
-batch into micro-batches. Nothing of the job changes: verl's functions are called as they are.
+"""Loaded into a job by VERL_USE_EXTERNAL_MODULES: writes down how rank 0's engines cut each batch
+into micro-batches. Nothing of the job changes: verl's functions are called as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read(file: Path) -> list[tuple[str, str, int, int]]:
 
 
 def _count(module: ModuleType) -> None:
-    cls: Any = module.FSDPEngine  # type: ignore[attr-defined]
+    cls: Any = getattr(module, "FSDPEngine", None) or module.MegatronEngine
     prepare, run = module.prepare_micro_batches, cls.forward_backward_batch  # type: ignore[attr-defined]
     counts: list[int] = []
 
@@ -51,4 +51,5 @@ def _count(module: ModuleType) -> None:
     cls.forward_backward_batch = watched
 
 
-after_import("verl.workers.engine.fsdp.transformer_impl", _count)
+for _kind in ("fsdp", "megatron"):
+    after_import(f"verl.workers.engine.{_kind}.transformer_impl", _count)

@@ -96,3 +96,29 @@ def test_micro_batches_change_and_training_does_not(tmp_path: Path) -> None:
     assert stamp["actor_rollout_ref.actor.use_dynamic_bsz"] is True
     assert stamp["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == LONGEST
     assert stamp["critic.ppo_infer_max_token_len_per_gpu"] == LONGEST
+
+
+@pytest.mark.full
+def test_micro_batches_of_megatron_change(tmp_path: Path) -> None:
+    """By tokens instead of sequences, through two pipeline stages."""
+    schedule = {1: {"actor": {"token_budget_tokens": 2 * LONGEST}}}
+    counts = tmp_path / "counts"
+    runs = []
+    for name, nereus in (("changed", {"schedule": schedule}), ("plain", {})):
+        job = small_job(
+            tmp_path / "task", "megatron", 2, layout={"pp": 2}, critic=False, nereus=nereus
+        )
+        env = micro_batches.environment(counts if name == "changed" else tmp_path / "plain-counts")
+        runs.append(
+            launch.run(job, tmp_path / name, timeout_s=TIMEOUT_S, env=env).require_success()
+        )
+    counted = micro_batches.read(counts)
+    first, second = counted[: len(counted) // 2], counted[len(counted) // 2 :]
+    assert [batch[:3] for batch in first] == [batch[:3] for batch in second]
+    # 16 samples of about 50 tokens in an optimizer step.
+    assert [n for _, use, _, n in first if use == "train"] == [2, 2]
+    assert all(2 < n < rows for _, use, rows, n in second if use == "train")
+    a, b = (comparable(run.metrics)[1] for run in runs)
+    assert a["critic/score/mean"] == b["critic/score/mean"]
+    for name in ("actor/grad_norm", "actor/entropy"):
+        assert math.isclose(a[name], b[name], rel_tol=BF16), f"{name}: {a[name]} and {b[name]}"
