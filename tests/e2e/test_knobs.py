@@ -19,7 +19,7 @@ from tests.e2e.jobs import TIMEOUT_S, comparable, differences, small_job
 # fp32 weights and sums; compute is bf16 (verl's default), in which another packing of sequences
 # rounds otherwise.
 ROUNDED = ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy")
-BF16 = 2e-2
+BF16 = 2e-3  # measured: 1.5e-4 at most
 LONGEST = 80
 SCHEDULE = {
     1: {
