@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,23 @@ def end_with_parent() -> None:
 
 def _end_after(sentinel: int) -> None:
     wait([sentinel])
+    _end_children()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_now() -> NoReturn:
+    """End this process, and those that it started, without closing anything else in order.
+
+    Groups shared with a peer that failed cannot be closed in order. Megatron-core's checkpoints
+    leave a process behind that only an orderly exit would end.
+    """
+    _end_children()
+    os._exit(0)
+
+
+def _end_children() -> None:
+    for child in mp.active_children():
+        child.kill()
 
 
 def run_on_ranks(
@@ -179,5 +195,4 @@ def _main(rank: int, port: int, settings: str, pipe: Connection) -> None:
         answer = (None, traceback.format_exc())
     pipe.send_bytes(json.dumps(answer).encode())
     pipe.close()
-    # Groups shared with a peer that failed cannot be closed in order; nothing is left to do.
-    os._exit(0)
+    end_now()

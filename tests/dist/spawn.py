@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nereus_plugins.selftest.ranks import end_with_parent
+from nereus_plugins.selftest.ranks import end_now, end_with_parent
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ def _child(
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     pipe.close()
-    # A rank that failed may hold groups its peers have left: no orderly shutdown is possible, and
-    # after the result is sent none is needed.
-    os._exit(0)
+    end_now()
 
 
 def run_ranks_outcomes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -49,6 +50,25 @@ def test_outcomes_do_not_raise() -> None:
     outcomes = run_ranks_outcomes(_misbehave, 3, "kill", timeout_s=60)
     assert [o.value for o in outcomes] == [0, None, 2]
     assert [o.exitcode for o in outcomes] == [0, -9, 0]
+
+
+_KEPT: list[Any] = []
+
+
+def _with_a_child(rank: int, world: int) -> int:
+    """As Megatron-core's checkpoints do: a manager that nobody shuts down."""
+    _KEPT.append(multiprocessing.get_context("spawn").Manager())
+    (child,) = multiprocessing.active_children()
+    assert child.pid is not None
+    return child.pid
+
+
+def test_a_rank_leaves_no_process_behind() -> None:
+    for pid in run_ranks(_with_a_child, 2, timeout_s=60):
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{pid}").exists()
 
 
 def sleep_after_naming_itself(bench: Any, folder: str) -> None:
