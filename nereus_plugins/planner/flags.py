@@ -23,10 +23,9 @@ def verl_overrides(chosen: GlobalPlan, job: JobSpec) -> list[str]:
 
     verl's own trainer runs all models on all GPUs; other placements need its pools configured.
     """
-    out = [
-        f"actor_rollout_ref.actor.strategy={job.backend}",
-        f"{_ACTOR}.use_dynamic_bsz=True",
-    ]
+    # For Megatron the choice of verl's files for actor, reference and critic; it sets the strategy.
+    engine = "model_engine=megatron" if job.backend == "megatron" else f"{_ACTOR}.strategy=fsdp"
+    out = [engine, f"{_ACTOR}.use_dynamic_bsz=True"]
     for section, stage in (
         (_ACTOR, S.ACTOR_TRAIN),
         ("critic", S.CRITIC_TRAIN),

@@ -69,8 +69,13 @@ def read(words: Sequence[str], model: str | None, critic: str | None) -> Launch:
         raise SpecError("actor_rollout_ref.model.path is missing")
     per_node, nodes = at.whole("trainer.n_gpus_per_node", 8), at.whole("trainer.nnodes", 1)
     gpus = per_node * nodes
-    megatron = at.text(f"{_ACTOR}.strategy", "fsdp") == "megatron" or any(
-        "ppo_megatron_trainer" in word for word in words
+    engine = at.text("model_engine", "dp")
+    if engine not in ("dp", "megatron"):
+        raise SpecError(f"model_engine={engine} is not modelled; dp (FSDP) and megatron are")
+    megatron = (
+        engine == "megatron"
+        or at.text(f"{_ACTOR}.strategy", "fsdp") == "megatron"
+        or any("ppo_megatron_trainer" in word for word in words)  # as older releases name it
     )
     # verl: a critic where the advantage needs values, a reference where KL is used.
     ppo = at.text("algorithm.adv_estimator", "gae") == "gae"

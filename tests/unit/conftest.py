@@ -14,11 +14,13 @@ NEEDS = {
     "test_device_wait.py": "torch",
     "test_gtg_execute.py": "torch",
     "test_nereus_cpu_megatron.py": "torch",
+    "test_planner_verl.py": "verl",
     "test_transport_backend.py": "torch",
     "test_verl_job.py": "verl",
     "test_verl_memory.py": "verl",
     "test_verl_plugin.py": "verl",
     "test_verl_preflight.py": "verl",
+    "test_verl_recipes.py": "verl",
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)
