@@ -51,5 +51,7 @@ def _count(module: ModuleType) -> None:
     cls.forward_backward_batch = watched
 
 
-for _kind in ("fsdp", "megatron"):
-    after_import(f"verl.workers.engine.{_kind}.transformer_impl", _count)
+# Tests import this file too, beside others that need verl as it is.
+if os.environ.get(FILE):
+    for _kind in ("fsdp", "megatron"):
+        after_import(f"verl.workers.engine.{_kind}.transformer_impl", _count)
