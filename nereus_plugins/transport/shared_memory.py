@@ -10,6 +10,7 @@ limit; a peer's death closes its pipes, which is noticed at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -35,12 +36,15 @@ NONCE_BYTES = 16
 _RECORD = struct.Struct("=q")
 _READ_BYTES = 512 * _RECORD.size
 
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
 
 class SharedMemory:
     """This rank's slots, and those of the peers it shares memory with. Collective to make.
 
-    Where sharing fails (another host or container, memory refused, not Linux) ranks do without,
-    pair by pair, and both ends know.
+    Ranks first say which host they are on, and open descriptors for those of their own only: about
+    four a peer. Where sharing fails (another container, memory or descriptors refused, not Linux)
+    ranks do without, pair by pair, and both ends know.
 
     Attributes:
         peers: ranks that share memory with this one.
@@ -63,38 +67,20 @@ class SharedMemory:
         self._lent_to: dict[int, int] = {}  # by slot of this rank, the peer that reads it
         self._received: dict[int, deque[int]] = {}  # by peer, its slots to read, in order
         self._memory: dict[int, torch.Tensor] = {}  # by rank, uint8[size]
-        own = _memory_file(self._size)
-        given: list[int] = []  # descriptors that only peers use
         try:
-            offer: dict[str, Any] = {}
-            if own is not None:
-                given.append(own)
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                os.pwrite(own, nonce, 0)
-                pipes = []
-                for peer in range(world):
-                    self._inbox[peer], end = os.pipe()
-                    given.append(end)
-                    pipes.append(end)
-                offer = {"pid": os.getpid(), "fd": own, "nonce": nonce.hex(), "pipes": pipes}
-            offers = [json.loads(x) for x in gather_bytes(json.dumps(offer).encode(), group)]
-            if own is not None:
-                for peer, found in enumerate(offers):
-                    self._open(peer, found)
-            reached = bytes(peer in self._outbox for peer in range(world))
-            reached_by = gather_bytes(reached, group)
+            host = _host().encode()
+            hosts = gather_bytes(host, group)
+            nearby = [p for p in range(world) if host and hosts[p] == host and p != self._rank]
+            near = self._share(group, nearby)
         except BaseException:
             self.close()
             raise
-        finally:
-            for descriptor in given:
-                os.close(descriptor)  # peers have opened them by now
-        near = {p for p in self._outbox if p != self._rank and reached_by[p][self._rank]}
         for ends in (self._inbox, self._outbox):
             for peer in ends.keys() - near:
                 os.close(ends.pop(peer))
         self.peers = frozenset(near)
-        self._memory = {p: m for p, m in self._memory.items() if p in near | {self._rank}}
+        own = {self._rank} if near else set()
+        self._memory = {p: m for p, m in self._memory.items() if p in near | own}
         self._free = list(range(slots)) if near else []
         self._received = {peer: deque() for peer in near}
         self._poll = select.poll()
@@ -102,18 +88,72 @@ class SharedMemory:
             self._poll.register(end, select.POLLIN)
         self._peer_of = {end: peer for peer, end in self._inbox.items()}
 
+    def _share(self, group: dist.ProcessGroup, nearby: list[int]) -> set[int]:
+        """Offer memory and pipes to the ranks `nearby`, and open theirs. Collective.
+
+        A rank that meets the limit of open files does without any, and leaves the rest to others.
+
+        Returns: the ranks that this one reaches, and that reach it.
+        """
+        given: list[int] = []  # descriptors that only peers use
+        try:
+            offer: dict[str, Any] = {}
+            with suppress(OSError):
+                offer = self._offer(nearby, given) if nearby else {}
+            offers = [json.loads(x) for x in gather_bytes(json.dumps(offer).encode(), group)]
+            try:
+                for peer in nearby if offer else ():
+                    self._open(peer, offers[peer])
+            except OSError:
+                self.close()
+            reached = bytes(peer in self._outbox for peer in range(dist.get_world_size(group)))
+            reached_by = gather_bytes(reached, group)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)  # peers have opened them by now
+        return {peer for peer in self._outbox if reached_by[peer][self._rank]}
+
+    def _offer(self, nearby: list[int], given: list[int]) -> dict[str, Any]:
+        """What peers need to know. Raises: OSError: memory or descriptors are refused."""
+        try:
+            memory = _memory_file(self._size)
+            given.append(memory)
+            self._map(self._rank, memory)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            os.pwrite(memory, nonce, 0)
+            pipes = {}
+            for peer in nearby:
+                self._inbox[peer], pipes[str(peer)] = os.pipe()
+                given.append(pipes[str(peer)])
+        except OSError:
+            self.close()
+            while given:
+                os.close(given.pop())
+            raise
+        return {"pid": os.getpid(), "fd": memory, "nonce": nonce.hex(), "pipes": pipes}
+
     def _open(self, peer: int, offer: dict[str, Any]) -> None:
-        """Map the memory that a rank offers, and open its pipe, if they can be had here."""
+        """Map the memory that a rank offers, and open its pipe, if they can be had here.
+
+        Raises: OSError: descriptors are refused.
+        """
         if not offer:
             return
-        # On another host the same numbers may name anything: hence the nonce.
+        # In another container the same numbers may name anything: hence the nonce.
         folder = Path(f"/proc/{int(offer['pid'])}/fd")
-        with suppress(OSError, ValueError), (folder / str(int(offer["fd"]))).open("r+b") as file:
-            if os.pread(file.fileno(), NONCE_BYTES, 0).hex() == offer["nonce"]:
-                memory = mmap.mmap(file.fileno(), self._size)
-                pipe = folder / str(int(offer["pipes"][self._rank]))
-                self._outbox[peer] = os.open(pipe, os.O_WRONLY)
-                self._memory[peer] = torch.frombuffer(memory, dtype=torch.uint8)
+        try:
+            with (folder / str(int(offer["fd"]))).open("r+b") as file:
+                if os.pread(file.fileno(), NONCE_BYTES, 0).hex() == offer["nonce"]:
+                    pipe = folder / str(int(offer["pipes"][str(self._rank)]))
+                    self._outbox[peer] = os.open(pipe, os.O_WRONLY)
+                    self._map(peer, file.fileno())
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+                raise
+
+    def _map(self, rank: int, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, self._size)
+        self._memory[rank] = torch.frombuffer(memory, dtype=torch.uint8)
 
     # -- sending ----------------------------------------------------------------------------
 
@@ -203,16 +243,25 @@ class SharedMemory:
                     self._free.append(-1 - value)
 
 
-def _memory_file(size: int) -> int | None:
-    """A descriptor of `size` bytes of anonymous shared memory; None where there are none."""
+def _host() -> str:
+    """The same for processes that can name each other in /proc, "" where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _memory_file(size: int) -> int:
+    """A descriptor of `size` bytes of anonymous shared memory. Raises: OSError."""
     try:
         descriptor = os.memfd_create("nereus-transport")
-    except (AttributeError, OSError):
-        return None
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, "no anonymous files here") from error
     try:
         # Now, with an error; not on first use, with a signal that ends the process.
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor

@@ -408,9 +408,7 @@ class TorchTransport:
 
     def abort(self) -> None:
         """See `base.Transport.abort`. May be called at any time, more than once."""
-        group, self._group = self._group, None
-        self._free, self._pending = [], []
-        self._sent.clear()
+        group = self._let_go()
         if self.shared_with:
             self._shared.close()
         if group is None:
@@ -432,14 +430,22 @@ class TorchTransport:
 
     def close(self) -> None:
         """See `base.Transport.close`."""
-        group, self._group = self._group, None
-        self._free, self._pending = [], []
-        self._sent.clear()
-        if group is not None:
+        group = self._let_go()
+        if group is None:
+            return
+        try:
             dist.barrier(group)  # no rank closes connections that a slower one still uses
+        finally:  # a peer may be dead
             if self.shared_with:
                 self._shared.close()
             dist.destroy_process_group(group)
+
+    def _let_go(self) -> dist.ProcessGroup | None:
+        """The group, None if it was given up before; nothing else is kept."""
+        group, self._group = self._group, None
+        self._free, self._pending = [], []
+        self._sent.clear()
+        return group
 
     @contextmanager
     def _aborting(self, doing: str) -> Iterator[None]:

@@ -6,7 +6,10 @@ import datetime
 import errno
 import gc
 import os
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +21,9 @@ import torch.distributed as dist
 from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.moves import MoveTable, plan_moves
 from nereus_plugins.emu.table import ShardTable, StorageInfo, TensorInfo
+from nereus_plugins.transport import shared_memory as sharing
 from nereus_plugins.transport.base import ChecksumError, TransportError
+from nereus_plugins.transport.groups import live_group_count
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
 
@@ -359,14 +364,20 @@ def test_fifty_exchanges_on_fresh_groups_leave_nothing() -> None:
 
 
 def _unshared(rank: int, world: int, kind: str) -> tuple[list[int], int]:
-    """Rank 1 shares no memory: it has none to offer, or what it offers is found to be another's."""
+    """Rank 1 shares no memory: it has none to offer, what it offers is found to be another's, or it
+    meets the limit of open files, when it offers or when it opens what others do."""
     group = new_group()
-    with pytest.MonkeyPatch.context() as patch:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if rank == 1 and kind == "refused":
             patch.setattr(os, "posix_fallocate", _no_space)
-        elif rank == 1:
+        elif rank == 1 and kind == "another":
             patch.setattr(os, "getpid", os.getppid)
+        elif rank == 1:
+            stack.enter_context(_descriptors_left(int(kind)))
         transport = TorchTransport(group, staging_bytes=4096)
+    if rank == 1:
+        assert len(os.listdir("/proc/self/fd")) == before
     source = shards_of(INFOS, (3, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 3), rank, filled=False)
     report = transport.exchange(plan(rank, source, target, group), source, target)
@@ -381,11 +392,66 @@ def _no_space(descriptor: int, offset: int, length: int) -> None:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
-@pytest.mark.parametrize("kind", ["refused", "another"])
+@contextmanager
+def _descriptors_left(count: int) -> Iterator[None]:
+    """Inside, this process can open `count` files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + count, hard))
+    opened = []
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in opened[:count]:
+            os.close(descriptor)
+        del opened[:count]
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Offering takes a file, its mapping, and a pipe for each of two peers: six descriptors; opening a
+# peer's then takes three.
+@pytest.mark.parametrize("kind", ["refused", "another", "2", "5", "7"])
 def test_ranks_that_cannot_share_memory_use_the_group(kind: str) -> None:
     results = run_ranks(_unshared, 3, kind, timeout_s=60)
     assert [near for near, _ in results] == [[2], [], [0]]
     assert all(received for _, received in results)
+
+
+def _hosts(rank: int, world: int) -> tuple[list[int], int]:
+    """Ranks 0 and 2 are on one host, rank 1 is on another."""
+    made = []
+    pipe = os.pipe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "_host", lambda: f"host {rank % 2}")
+        patch.setattr(os, "pipe", lambda: made.append(1) or pipe())
+        transport = TorchTransport(new_group(), staging_bytes=4096)
+    near = sorted(transport.shared_with)
+    transport.close()
+    return near, len(made)
+
+
+def test_a_rank_opens_pipes_for_those_of_its_own_host_only() -> None:
+    assert run_ranks(_hosts, 3, timeout_s=60) == [([2], 1), ([], 0), ([0], 1)]
+
+
+def _deserted(rank: int, world: int) -> int:
+    transport = TorchTransport(new_group(5), staging_bytes=4096, timeout_s=5)
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(RuntimeError):
+        transport.close()
+    return live_group_count()
+
+
+def test_closing_without_a_dead_peer_keeps_no_group() -> None:
+    outcomes = run_ranks_outcomes(_deserted, 3, timeout_s=60)
+    assert [o.exitcode for o in outcomes] == [0, 9, 0], outcomes
+    assert [outcomes[rank].value for rank in (0, 2)] == [1, 1]  # the default group
 
 
 def _gather(rank: int, world: int) -> list[bytes]:
