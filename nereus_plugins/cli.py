@@ -32,6 +32,12 @@ def _records(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _trace(arguments: Sequence[str]) -> int:
+    from nereus_plugins.trace.cli import main
+
+    return main(arguments)
+
+
 def _plan(arguments: Sequence[str]) -> int:
     from nereus_plugins.planner.cli import main
 
@@ -85,6 +91,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "selftest": ("prove on this machine: moving state is bit-exact, failures are safe", _selftest),
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
+    "trace": ("logs as records; series and records as traces to simulate", _trace),
     "transition": ("submit a plan to a live job", _control("transition")),
     "status": (
         "a job's plan, last steps, memory and transitions; live or from its records",

@@ -96,6 +96,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
+        if shift > 63:  # no number of a protobuf is longer
+            return 0, len(data)
         shift += 7
         if not byte & 0x80:
             break
