@@ -24,19 +24,20 @@ def _run(
     name: str,
     *,
     engine: str = "fsdp2",
+    ranks: int = 2,
     gpus: int = 4,
     nereus: dict[str, Any] | None = None,
     faults: str = "",
     env: dict[str, str] | None = None,
     **settings: Any,
 ) -> launch.JobResult:
-    """A job that starts on two ranks, one rollout server a rank, in a cluster of `gpus`."""
+    """A job that starts on `ranks`, one rollout server a rank, in a cluster of `gpus`."""
     arl = "actor_rollout_ref"
     micro = 2  # samples: divides the share of each of eight ranks
     job = small_job(
         directory / "task",
         engine,
-        2,
+        ranks,
         reference=True,
         nereus=nereus,
         extra=[
@@ -158,6 +159,58 @@ def test_megatron_ranks_join_and_leave(directory: Path) -> None:
     _check_books(directory, "megatron", result.metrics)
     _check_state(directory, "megatron", {"weight", "master", "exp_avg", "exp_avg_sq", "scalars"})
     _check_nothing_is_left(directory, "megatron")
+
+
+@pytest.mark.full
+def test_other_ranks_with_hsdp_and_sequence_parallelism(directory: Path) -> None:
+    """What is sharded, replicated, and split by sequence changes together with the ranks."""
+    hsdp = {"shard_size": 2, "ulysses": 2}
+    units = {"actor": hsdp, "critic": {"ulysses": 4}, "ref": {"shard_size": 1}}
+    schedule = {
+        1: {"ranks": 2, "ulysses": 2},
+        2: {"ranks": 4, **units},
+        3: {"ranks": 1, "ulysses": 1},
+        4: {"ranks": 4, "actor": {"shard_size": 1}, "critic": hsdp, "ref": {"shard_size": 2}},
+    }
+    result = _run(
+        directory,
+        "hsdp",
+        ranks=4,
+        layout={"fsdp_size": 2},
+        nereus={"schedule": schedule, "memory_budget_gib": 4.0},
+        steps=5,
+    ).require_success()
+    assert [m["nereus/world_size"] for m in result.metrics] == [4, 2, 4, 1, 4]
+    plans = [record.plan for record in _records(directory, "hsdp", StepRecord)]
+    got = [
+        tuple(
+            (one["dp"], one.get("ulysses", 1), one.get("shard_size"))
+            for one in (plan[unit] for unit in ("actor", "critic", "ref"))
+        )
+        for plan in plans
+    ]
+    assert got == [
+        ((4, 1, 2), (4, 1, 2), (4, 1, 2)),
+        ((1, 2, None), (1, 2, None), (1, 2, None)),
+        ((2, 2, 2), (1, 4, None), (4, 1, 1)),
+        ((1, 1, None), (1, 1, None), (1, 1, None)),
+        ((4, 1, 1), (2, 2, 2), (4, 1, 2)),
+    ]
+    for one in result.metrics:
+        assert math.isfinite(one["actor/grad_norm"])
+        assert math.isfinite(one["critic/grad_norm"])
+    transitions = _records(directory, "hsdp", TransitionRecord)
+    assert [(t.outcome, t.ranks.get("to")) for t in transitions] == [
+        ("committed", 2),
+        ("committed", 4),
+        ("committed", 1),
+        ("committed", 4),
+    ]
+    predictions = [u["prediction"] for t in transitions for u in t.units.values()]
+    assert predictions == [[]] * 12, "what was built is what was predicted"
+    _check_state(directory, "hsdp", {"weight", "exp_avg", "exp_avg_sq", "scalars"})
+    groups = [s.memory_bytes["process_groups"] for s in _records(directory, "hsdp", StepRecord)]
+    assert all(count > 0 for count in groups)
 
 
 @pytest.fixture(scope="module")

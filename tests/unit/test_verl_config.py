@@ -386,7 +386,8 @@ def test_coupling_and_the_reference_on_accelerators() -> None:
     stages = capabilities.capabilities(on_gpu, "0.9.1").stages
     assert stages[ModelStage.REF_LOGPROB].layout_fields == frozenset()
     assert stages[ModelStage.REF_LOGPROB].knob_fields == {"micro_batch", "token_budget_tokens"}
-    assert stages[ModelStage.CRITIC_TRAIN].knob_fields == {"token_budget_tokens"}
+    switched = {"recompute", "offload_params", "offload_optimizer"}
+    assert stages[ModelStage.CRITIC_TRAIN].knob_fields == {"token_budget_tokens", *switched}
     assert capabilities.capabilities(job(), "0.9.1").stages[ModelStage.REF_LOGPROB].layout_fields
 
 

@@ -63,7 +63,7 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
     schedule = {50: {"shard_size": 2}, 100: {"dp": 4}}
     start = checked(tmp_path, schedule)
     assert list(start.targets) == [50, 100]
-    stamp.write(tmp_path / "global_step_50", start.layouts, start.batching, start.config, 0)
+    stamp.write(tmp_path / "global_step_50", start.layouts, start.knobs, start.config, 0)
     (tmp_path / NEWEST).write_text("50")
     resumed = checked(tmp_path, schedule)
     assert list(resumed.targets) == [50, 100]
@@ -71,7 +71,7 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
 
     # One step on, the checkpoint is in the new layout.
     changed = dict.fromkeys(start.layouts, HSDP)
-    stamp.write(tmp_path / "global_step_51", changed, start.batching, start.config, 1)
+    stamp.write(tmp_path / "global_step_51", changed, start.knobs, start.config, 1)
     (tmp_path / NEWEST).write_text("51")
     with pytest.raises(stamp.LayoutMismatch, match="fsdp_size=2"):
         checked(tmp_path, schedule)
@@ -226,10 +226,11 @@ def test_knobs_alone_are_a_transition_without_units(
     record = run.at_boundary(1)
     assert record is not None
     assert (record.outcome, record.epoch, record.units) == ("committed", 1, {})
+    others = {"recompute": "none", "offload_params": False, "offload_optimizer": False}
     assert record.knobs == {
         "actor": {
-            "from": {"by_tokens": False, "train": 4, "infer": 4},
-            "to": {"by_tokens": False, "train": 2, "infer": 2},
+            "from": {"by_tokens": False, "train": 4, "infer": 4, **others},
+            "to": {"by_tokens": False, "train": 2, "infer": 2, **others},
         }
     }
     in_force = run.describe()
@@ -243,7 +244,7 @@ def test_knobs_alone_are_a_transition_without_units(
     asked = Assignment(run.layout("actor"), Knobs(micro_batch=8))
     plan = GlobalPlan({ModelStage.ACTOR_TRAIN: asked})
     assert set(run.execute(Proposal(1, plan)).knobs) == {"actor"}
-    assert run.batching("actor").train == 8
+    assert run.unit_knobs("actor").batching.train == 8
 
     def no_space(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -253,7 +254,7 @@ def test_knobs_alone_are_a_transition_without_units(
     assert record is not None
     assert record.outcome == "aborted"
     assert "the journal was not written" in record.reason
-    assert run.batching("actor").train == 8
+    assert run.unit_knobs("actor").batching.train == 8
 
 
 def test_last_words_are_said_where_records_cannot_be_written(

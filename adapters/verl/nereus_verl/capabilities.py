@@ -15,9 +15,9 @@ from typing import Any
 from nereus_plugins.job import Capabilities, Refusal, StageCapability
 from nereus_plugins.spec import Layout, ModelSpec, ModelStage, SpecError
 from nereus_verl import jobconfig, knobs
-from nereus_verl.config import SIZES
+from nereus_verl.config import SIZES, SWITCHES
 from nereus_verl.jobconfig import UnitConfig, select
-from nereus_verl.knobs import STAGES, Batching
+from nereus_verl.knobs import STAGES, Batching, UnitKnobs
 
 FIELDS = {
     "fsdp2": frozenset({"dp", "ulysses", "sharding", "shard_size"}),
@@ -291,6 +291,12 @@ _LEGACY = Refusal(
     "it has none of the hooks used here",
     "set trainer.use_v1=True",
 )
+_SFT = Refusal(
+    "verl's SFT trainers",
+    "verl.trainer.sft_trainer, verl.trainer.sft_trainer_ray",
+    "their loop is one function without a hook between steps, and their configuration is another",
+    "leave +nereus=on out",
+)
 _SEPARATE = Refusal(
     "rollout on other GPUs than training",
     "actor_rollout_ref.hybrid_engine",
@@ -328,12 +334,17 @@ def all_refusals() -> tuple[Refusal, ...]:
     return (
         _ASYNCHRONOUS,
         _LEGACY,
+        _SFT,
         _SEPARATE,
         _MIXED,
         _MODEL,
         _SHUFFLE,
         _FIXED_ROLLOUT,
         knobs.FIXED,
+        knobs.NOT_SELECTIVE,
+        knobs.BESIDE_OFFLOADED_ACTIVATIONS,
+        knobs.OTHER_MODULES,
+        knobs.REFERENCE_ON_HOST,
         knobs.CRITIC_BY_TOKENS,
         *(rule.refusal for rule in _RULES),
     )
@@ -381,7 +392,7 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
     stages = {
         stage: StageCapability(
             layout_fields=FIELDS[unit.strategy] if name in moving else frozenset(),
-            knob_fields=frozenset({"token_budget_tokens"} if name == "critic" else SIZES),
+            knob_fields=_knob_fields(unit, stage),
         )
         for name, unit in units.items()
         for stage in STAGES[name]
@@ -405,6 +416,15 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
     )
 
 
+def _knob_fields(unit: UnitConfig, stage: ModelStage) -> frozenset[str]:
+    fields = {"token_budget_tokens"} if unit.name == "critic" else set(SIZES)
+    if unit.name != "ref":
+        fields |= set(SWITCHES) if stage.value.endswith("-train") else {"offload_params"}
+    elif unit.strategy == "megatron":
+        fields.add("offload_params")
+    return frozenset(fields)
+
+
 # -- checking one transition ---------------------------------------------------------------------
 
 
@@ -415,7 +435,7 @@ def check_targets(
     targets: Mapping[str, Layout],
     where: str,
     leave: Sequence[int] = (),
-    batching: Mapping[str, Batching] | None = None,
+    unit_knobs: Mapping[str, UnitKnobs] | None = None,
 ) -> int:
     """Check target layouts against the model, the ranks, what is coupled, and the batch sizes.
 
@@ -423,7 +443,7 @@ def check_targets(
         models: by unit. current: layout in force, by unit. targets: by unit; others stay.
         where: the setting the targets come from.
         leave: ranks that must leave.
-        batching: how each unit batches afterwards; None: as verl's configuration says.
+        unit_knobs: of each unit afterwards; None: as verl's configuration says.
 
     Returns: how many ranks there are afterwards.
 
@@ -451,8 +471,9 @@ def check_targets(
                     f"{', '.join(sorted(FIELDS[unit.strategy]))}"
                 )
     for name, unit in jobconfig.units(config).items():
-        cut = knobs.start_batching(config, name) if batching is None else batching[name]
-        if name in targets or cut != knobs.start_batching(config, name):
+        start = knobs.start_batching(config, name)
+        cut = start if unit_knobs is None else unit_knobs[name].batching
+        if name in targets or cut != start:
             layout = targets.get(name, current[name])
             _check_batches(config, unit, layout, models[name], cut, f"{where}.{name}")
     _check_coupled(config, current, targets, where)

@@ -10,13 +10,14 @@ A schedule maps a training step to the layouts that hold from the end of that st
         20: {ranks: 2, actor: {ulysses: 2}}                # on two; the others follow by dp
         25: {leave: [0]}                                   # rank 0 leaves, another joins for it
         30: {actor: {token_budget_tokens: 8192}}           # larger micro-batches; nothing moves
+        35: {actor: {recompute: full}, critic: {offload_optimizer: true}}
 
 The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1; `dp` left
 out takes the remaining ranks; `ranks` left out is what the layouts take, which is the number in
 force where they leave `dp` out; `sharding` and `sequence_parallel` left out are what verl's own
-settings make the engine do. Of `nereus_plugins.spec.Knobs`, `token_budget_tokens` and `micro_batch`
-can change, beside a layout or alone: what names knobs only keeps its layout, and knobs left out
-stay as they are.
+settings make the engine do. Of `nereus_plugins.spec.Knobs` those in SIZES and SWITCHES can change,
+beside a layout or alone: what names knobs only keeps its layout, and knobs left out stay as they
+are.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ BACKENDS = ("fsdp2", "megatron")
 RANKS, LEAVE = "ranks", "leave"
 LAYOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Layout))
 KNOB_FIELDS = tuple(f.name for f in dataclasses.fields(Knobs))
-SIZES = ("micro_batch", "token_budget_tokens")  # the knobs that can change
+# The knobs that can change: sizes of a micro-batch, and what is switched in a live engine.
+SIZES = ("micro_batch", "token_budget_tokens")
+SWITCHES = ("recompute", "offload_params", "offload_optimizer")
+OF_TRAINING = ("recompute", "offload_optimizer")  # of these, what only a unit that trains has
 UNIT_FIELDS = (*LAYOUT_FIELDS, *KNOB_FIELDS)
 
 

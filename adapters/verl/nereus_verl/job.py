@@ -28,7 +28,7 @@ from nereus_plugins.trace.record import (
 from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private, worker
 from nereus_verl.config import check_plan, global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all
-from nereus_verl.knobs import Batching
+from nereus_verl.knobs import UnitKnobs
 from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.ranks import (
     DRIVER_PATIENCE,
@@ -66,7 +66,7 @@ class VerlJob:
         self.checked = checked
         self._ranks = ranks
         self._layouts = dict(checked.layouts)
-        self._batching = dict(checked.batching)
+        self._knobs = dict(checked.knobs)
         self._records = RecordWriter(checked.run_dir)
         self._journal = Journal(checked.run_dir / JOURNAL_FILE)
         # Epochs go on from an earlier run of the same job; each attempt takes one.
@@ -135,8 +135,8 @@ class VerlJob:
         for name, layout in self._layouts.items():
             fixed = knobs.fixed_knobs(config, self.checked.units[name])
             for stage in knobs.STAGES[name]:
-                sizes = self._batching[name].knobs(stage)
-                assignments[stage] = Assignment(layout, Knobs(**fixed, **sizes))
+                live = self._knobs[name].knobs(stage)
+                assignments[stage] = Assignment(layout, Knobs(**fixed, **live))
         rollout = jobconfig.rollout_layout(config, len(self._ranks))
         assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout, knobs.rollout_knobs(config))
         return GlobalPlan(assignments, name=f"epoch-{self._epoch}")
@@ -166,14 +166,14 @@ class VerlJob:
             )
         where = f"plan {proposal.plan.name!r}"
         targets = global_plan_layouts(proposal.plan, self._layouts, where)
-        batching = knobs.global_plan_batching(
+        unit_knobs = knobs.global_plan_knobs(
             proposal.plan,
             config=self.checked.config,
             units=self.checked.units,
-            current=self._batching,
+            current=self._knobs,
             where=where,
         )
-        return self.transition(targets, where, batching=batching)
+        return self.transition(targets, where, unit_knobs=unit_knobs)
 
     # -- what the trainer calls -----------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class VerlJob:
     def layout(self, unit: str) -> Layout:
         return self._layouts[unit]
 
-    def batching(self, unit: str) -> Batching:
-        return self._batching[unit]
+    def unit_knobs(self, unit: str) -> UnitKnobs:
+        return self._knobs[unit]
 
     def world_size(self) -> int:
         return len(self._ranks)
@@ -217,20 +217,20 @@ class VerlJob:
         """The schedule was checked before the job started; where an earlier transition was aborted
         or skipped since, a plan may not fit what is in force, and is aborted too.
         """
-        targets, batching = self.checked.targets[step], self.checked.batching_targets[step]
+        targets, unit_knobs = self.checked.targets[step], self.checked.knob_targets[step]
         changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
-        cut = {name: (self._batching[name], new) for name, new in batching.items()}
+        switched = {name: (self._knobs[name], new) for name, new in unit_knobs.items()}
         if self._inbox.paused:
-            run = _Run(self._epoch, step, changes, cut)
+            run = _Run(self._epoch, step, changes, switched)
             run.outcome = "skipped"
             run.reason = "the job was paused; `nereus transition` can submit the plan"
             return self._finished(run)
         try:
             leave = self.checked.leave[step]
-            return self.transition(targets, f"nereus.schedule.{step}", leave, batching)
+            return self.transition(targets, f"nereus.schedule.{step}", leave, unit_knobs)
         except SpecError as error:
             self._attempts += 1
-            run = _Run(self._attempts, step, changes, cut)
+            run = _Run(self._attempts, step, changes, switched)
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
 
@@ -251,13 +251,11 @@ class VerlJob:
 
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
-        layouts, cut = dict(self._layouts), dict(self._batching)
-        targets, _, leave, batching = self._targets(plan)
+        layouts, now = dict(self._layouts), dict(self._knobs)
+        targets, _, leave, unit_knobs = self._targets(plan)
         changes = [f"{n} {layouts[n]} -> {t}" for n, t in targets.items() if t != layouts[n]]
         changes += [
-            f"{n} micro-batches of {cut[n]} -> {new}"
-            for n, new in batching.items()
-            if new != cut[n]
+            f"{n} {change}" for n, new in unit_knobs.items() for change in now[n].changes_to(new)
         ]
         changes += [f"ranks {', '.join(map(str, leave))} leave"] if leave else []
         if not changes:
@@ -266,18 +264,18 @@ class VerlJob:
 
     def _targets(
         self, plan: Mapping[str, Any]
-    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, Batching]]:
+    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, UnitKnobs]]:
         """The arguments of `transition`. Raises: SpecError if the plan cannot be run."""
         checked = self.checked
-        targets, leave, batching = plan_targets(
+        targets, leave, unit_knobs = plan_targets(
             checked.config,
             checked.models,
             check_plan(plan, SUBMITTED),
             dict(self._layouts),
-            dict(self._batching),
+            dict(self._knobs),
             SUBMITTED,
         )
-        return targets, SUBMITTED, leave, batching
+        return targets, SUBMITTED, leave, unit_knobs
 
     def _listen(self, run_id: str) -> None:
         self._inform()
@@ -304,7 +302,7 @@ class VerlJob:
         targets: Mapping[str, Layout],
         where: str,
         leave: Sequence[int] = (),
-        batching: Mapping[str, Batching] | None = None,
+        unit_knobs: Mapping[str, UnitKnobs] | None = None,
     ) -> TransitionRecord:
         """One transition of the named units, as a transaction.
 
@@ -312,7 +310,7 @@ class VerlJob:
             targets: by unit; others stay. where: what asked for it, for messages.
             leave: ranks that must leave; others join for them, or follow them out, as the layouts
                 take more or fewer ranks than stay.
-            batching: by unit; others stay.
+            unit_knobs: by unit; others stay.
 
         Returns: the record, also when it was aborted: then the old layouts are in force.
 
@@ -321,9 +319,9 @@ class VerlJob:
             TransitionFailed: the job must end (RolloutFailed: after a checkpoint).
         """
         checked = self.checked
-        cut = self._batching | dict(batching or {})
+        after = self._knobs | dict(unit_knobs or {})
         world = capabilities.check_targets(
-            checked.config, checked.models, self._layouts, targets, where, leave, cut
+            checked.config, checked.models, self._layouts, targets, where, leave, after
         )
         change = self._ranks.change_to(world, leave)
         changes = {
@@ -336,9 +334,9 @@ class VerlJob:
             self._attempts,
             self._step,
             {n: (self._layouts[n], t) for n, t in changes.items()},
-            {n: (self._batching[n], c) for n, c in cut.items() if c != self._batching[n]},
+            {n: (self._knobs[n], new) for n, new in after.items() if new != self._knobs[n]},
         )
-        if changes or run.batching:
+        if changes or run.knobs:
             say(f"step {self._step}: {run.listed()} ...")
             try:
                 if not changes:
@@ -411,9 +409,9 @@ class VerlJob:
         if not self._committed_in_journal(run, {}, self._ranks.names):
             return
         with run.timed("commit"):
-            values = _engine_values(run.new_batching())
-            self._call(self._ranks.current, "commit", worker.set_engine_values, values)
-        self._batching |= run.new_batching()
+            values = self._unit_values(run.new_knobs())
+            self._call(self._ranks.current, "commit", worker.set_knobs, values)
+        self._knobs |= run.new_knobs()
         self._epoch = run.epoch
 
     def _committed_in_journal(
@@ -423,9 +421,9 @@ class VerlJob:
         after: dict[str, Any] = {
             name: layout.to_dict() for name, layout in {**self._layouts, **changes}.items()
         }
-        batching = self._batching | run.new_batching()
-        if batching != self.checked.batching:
-            after["knobs"] = {name: cut.to_dict() for name, cut in batching.items()}
+        unit_knobs = self._knobs | run.new_knobs()
+        if unit_knobs != self.checked.knobs:
+            after["knobs"] = {name: one.to_dict() for name, one in unit_knobs.items()}
         try:
             with run.timed("journal"):
                 self._journal.commit(
@@ -473,8 +471,8 @@ class VerlJob:
             return
         with run.timed("commit"):
             # Of all units: a process that joins was made as verl's configuration says.
-            cut = self._batching | run.new_batching()
-            answers = call("commit", worker.commit, _engine_values(cut))
+            values = self._unit_values(self._knobs | run.new_knobs())
+            answers = call("commit", worker.commit, values)
         if run.aborted(answers):
             try:
                 self._journal.abort(epoch=run.epoch, reason=run.reason)
@@ -482,7 +480,7 @@ class VerlJob:
                 run.reason += f"; the journal still says that it was committed: {error}"
             return
         self._layouts.update(changes)
-        self._batching |= run.new_batching()
+        self._knobs |= run.new_knobs()
         self._epoch = run.epoch
         for group in self._ranks.groups:
             verl_private.forget_dispatch(group)
@@ -556,15 +554,22 @@ class VerlJob:
         self._record(record)
         self._inform()
 
+    def _unit_values(self, unit_knobs: Mapping[str, UnitKnobs]) -> dict[str, Any]:
+        checked = self.checked
+        return {
+            name: knobs.unit_values(checked.config, checked.units[name], one)
+            for name, one in unit_knobs.items()
+        }
+
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""
-        stamp.write(folder, self._layouts, self._batching, self.checked.config, self._epoch)
+        stamp.write(folder, self._layouts, self._knobs, self.checked.config, self._epoch)
 
     def _schedule(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for step, targets in self.checked.targets.items():
             out[str(step)] = {name: layout.to_dict() for name, layout in targets.items()}
-            if knobs_too := self.checked.batching_targets[step]:
+            if knobs_too := self.checked.knob_targets[step]:
                 out[str(step)]["knobs"] = {name: c.to_dict() for name, c in knobs_too.items()}
         return out
 
@@ -588,12 +593,12 @@ class _Run:
         epoch: int,
         step: int,
         changes: Mapping[str, tuple[Layout, Layout]],
-        batching: Mapping[str, tuple[Batching, Batching]],
+        knobs: Mapping[str, tuple[UnitKnobs, UnitKnobs]],
     ) -> None:
         self.epoch = epoch
         self.step = step
         self.changes = changes
-        self.batching = batching
+        self.knobs = knobs
         self.outcome = "committed"
         self.reason = ""
         self.digest = ""
@@ -636,8 +641,8 @@ class _Run:
             spent = [report["units"].get(name, 0.0) for report in reports]
             unit["seconds"]["release"] = max(spent, default=0.0)
 
-    def new_batching(self) -> dict[str, Batching]:
-        return {name: new for name, (_, new) in self.batching.items()}
+    def new_knobs(self) -> dict[str, UnitKnobs]:
+        return {name: new for name, (_, new) in self.knobs.items()}
 
     def record(self) -> TransitionRecord:
         units = self.units or {
@@ -655,14 +660,16 @@ class _Run:
             ranks=self.ranks,
             knobs={
                 name: {"from": old.to_dict(), "to": new.to_dict()}
-                for name, (old, new) in self.batching.items()
+                for name, (old, new) in self.knobs.items()
             },
         )
 
     def listed(self) -> str:
         parts = [f"{name} {old} -> {new}" for name, (old, new) in self.changes.items()]
         parts += [
-            f"{name} micro-batches of {old} -> {new}" for name, (old, new) in self.batching.items()
+            f"{name} {change}"
+            for name, (old, new) in self.knobs.items()
+            for change in old.changes_to(new)
         ]
         return ", ".join(parts) or "nothing to change"
 
@@ -694,10 +701,6 @@ def setup(checked: Preflight) -> Setup:
 def say(text: str) -> None:
     """One line on the job's console."""
     print(f"nereus: {text}", file=sys.stdout, flush=True)
-
-
-def _engine_values(batching: Mapping[str, Batching]) -> dict[str, dict[str, Any]]:
-    return {name: cut.engine_values() for name, cut in batching.items()}
 
 
 def _listed(layouts: Mapping[str, Layout]) -> str:

@@ -1,9 +1,13 @@
-"""The knobs of a plan: how units' engines cut samples into micro-batches. Nothing moves for them.
+"""The knobs of a plan: how units' engines work with the state that they have. Nothing moves between
+ranks for them.
 
-verl's training workers read these sizes from their engine's configuration with every call (fields
-that verl declares as changeable), so another value holds from the next iteration on. The sum over
-micro-batches is normalised by the whole mini-batch, so the number of optimizer steps, what each of
-them sees and its loss stay the same; gradients are summed in another order.
+Batching: verl's training workers read its sizes from their engine's configuration with every call
+(fields that verl declares as changeable), so another value holds from the next iteration on. The
+sum over micro-batches is normalised by the whole mini-batch, so the number of optimizer steps, what
+each of them sees and its loss stay the same; gradients are summed in another order.
+
+Recompute and offload are switched in the live engine (`nereus_verl.live_knobs`) and change no
+number.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 from nereus_plugins.job import Refusal
 from nereus_plugins.spec import GlobalPlan, Knobs, ModelStage, SpecError
 from nereus_plugins.spec.record import require
-from nereus_verl.config import KNOB_FIELDS, SIZES, by_unit
+from nereus_verl.config import KNOB_FIELDS, OF_TRAINING, SIZES, SWITCHES, UNITS, by_unit
 from nereus_verl.jobconfig import UnitConfig, select
 
 STAGES: Mapping[str, tuple[ModelStage, ...]] = {
@@ -32,10 +36,34 @@ _USES: Mapping[ModelStage, tuple[str, ...]] = {
     ModelStage.REF_LOGPROB: ("infer",),
 }
 FIXED = Refusal(
-    "recompute, offload and rollout memory fraction that change while the job runs",
-    "recompute, offload_params, offload_optimizer, offload_activations, rollout_memory_fraction",
+    "activation offload and rollout memory fraction that change while the job runs",
+    "offload_activations, rollout_memory_fraction",
     "verl applies them where it builds an engine, and a change has not been built and tested",
     "leave them out of the plan, or start the job with them",
+)
+NOT_SELECTIVE = Refusal(
+    "selective recompute with FSDP2",
+    "nereus.schedule: recompute: selective",
+    "Hugging Face's models recompute whole layers or nothing",
+    "set recompute to full or none",
+)
+BESIDE_OFFLOADED_ACTIVATIONS = Refusal(
+    "recompute that changes beside offloaded activations",
+    "model.enable_activation_offload, override_transformer_config.cpu_offloading",
+    "layers are wrapped for both of them, or for offloading alone, when an engine is built",
+    "switch the offloading of activations off, or leave recompute as it is",
+)
+OTHER_MODULES = Refusal(
+    "selective recompute that changes, of other modules than core_attn",
+    "override_transformer_config.recompute_modules",
+    "Megatron's layers decide what else they recompute when they are built",
+    'set recompute_modules=["core_attn"], or leave recompute as it is',
+)
+REFERENCE_ON_HOST = Refusal(
+    "FSDP2 reference whose weights go to or leave host memory",
+    "nereus.schedule: ref: offload_params",
+    "verl builds it with FSDP2's CPU offload policy wherever there is an accelerator",
+    "leave offload_params of ref out, and name the units that it is for",
 )
 CRITIC_BY_TOKENS = Refusal(
     "critic with micro-batches of so many sequences",
@@ -87,6 +115,42 @@ class Batching:
         return f"{'/'.join(map(str, sizes))} {kind}"
 
 
+@dataclasses.dataclass(frozen=True)
+class UnitKnobs:
+    """The knobs of one unit.
+
+    Attributes:
+        batching: how its engine cuts samples into micro-batches.
+        recompute: as in `Knobs`; "none" for the reference.
+        offload_params: weights (with Megatron gradients too) lie in host memory between stages.
+        offload_optimizer: optimizer state lies in host memory between updates.
+    """
+
+    batching: Batching
+    recompute: str = "none"
+    offload_params: bool = False
+    offload_optimizer: bool = False
+
+    def knobs(self, stage: ModelStage) -> dict[str, Any]:
+        """What it means for `stage`, as fields of `Knobs`."""
+        return self.batching.knobs(stage) | {name: getattr(self, name) for name in SWITCHES}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.batching.to_dict() | {name: getattr(self, name) for name in SWITCHES}
+
+    def changes_to(self, new: UnitKnobs) -> list[str]:
+        """What differs in `new`, in words."""
+        out = []
+        if new.batching != self.batching:
+            out.append(f"micro-batches of {self.batching} -> {new.batching}")
+        for name in SWITCHES:
+            before, after = getattr(self, name), getattr(new, name)
+            if before != after:
+                words = {True: "on", False: "off"}
+                out.append(f"{name} {words.get(before, before)} -> {words.get(after, after)}")
+        return out
+
+
 # -- in verl's configuration ---------------------------------------------------------------------
 
 _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -102,6 +166,7 @@ def setting(unit: str, use: str, by_tokens: bool) -> str:
     return f"{_ROLLOUT if unit == 'actor' else _REF}.log_prob_{kind}"
 
 
+_TRANSFORMER = "override_transformer_config"
 _DEFAULTS = {"critic.ppo_infer_max_token_len_per_gpu": 32768}
 
 
@@ -139,26 +204,87 @@ def batching_settings(unit: str, batching: Batching) -> dict[str, Any]:
     return out
 
 
-def fixed_knobs(config: Mapping[str, Any], unit: UnitConfig) -> dict[str, Any]:
-    """The knobs that stay as verl's configuration has them, as fields of `Knobs`."""
+def start_knobs(config: Mapping[str, Any], unit: UnitConfig) -> UnitKnobs:
+    """What verl's configuration says."""
     path = unit.engine_path
     trains = unit.name != "ref"
     recompute = "none"
     if trains and unit.strategy == "megatron":
-        granularity = select(config, f"{path}.override_transformer_config.recompute_granularity")
-        recompute = "none" if granularity is None else str(granularity)
+        recompute = str(select(config, f"{path}.{_TRANSFORMER}.recompute_granularity", "none"))
     elif trains and select(config, f"{unit.model_path}.enable_gradient_checkpointing", False):
         recompute = "full"
     # verl keeps an FSDP2 reference in host memory wherever there is an accelerator.
     on_host = unit.strategy == "fsdp2" and select(config, "trainer.device", "cuda") != "cpu"
-    return {
-        "recompute": recompute,
-        "offload_params": bool(select(config, f"{path}.param_offload", False))
+    return UnitKnobs(
+        batching=start_batching(config, unit.name),
+        recompute=recompute,
+        offload_params=bool(select(config, f"{path}.param_offload", False))
         or (not trains and on_host),
-        "offload_optimizer": trains and bool(select(config, f"{path}.optimizer_offload", False)),
-        "offload_activations": trains
-        and bool(select(config, f"{unit.model_path}.enable_activation_offload", False)),
+        offload_optimizer=trains and bool(select(config, f"{path}.optimizer_offload", False)),
+    )
+
+
+def fixed_knobs(config: Mapping[str, Any], unit: UnitConfig) -> dict[str, Any]:
+    """The knobs that stay as verl's configuration has them, as fields of `Knobs`."""
+    offload = unit.name != "ref" and select(
+        config, f"{unit.model_path}.enable_activation_offload", False
+    )
+    return {"offload_activations": bool(offload)}
+
+
+def recompute_values(config: Mapping[str, Any], unit: UnitConfig, recompute: str) -> dict[str, Any]:
+    """verl's values for `recompute`: fields of a Megatron unit's transformer configuration, or of
+    an FSDP2 unit's model configuration.
+
+    Full recompute in Megatron is divided as verl's configuration says where that has it, otherwise
+    layer by layer.
+    """
+    if unit.strategy != "megatron":
+        return {"enable_gradient_checkpointing": recompute == "full"}
+    path = f"{unit.engine_path}.{_TRANSFORMER}"
+    method, layers = None, None
+    if recompute == "full":
+        method = select(config, f"{path}.recompute_method", "uniform")
+        layers = select(config, f"{path}.recompute_num_layers", 1)
+    return {
+        "recompute_granularity": None if recompute == "none" else recompute,
+        "recompute_method": method,
+        "recompute_num_layers": layers,
     }
+
+
+def offload_values(unit: UnitConfig, knobs: UnitKnobs) -> dict[str, Any]:
+    """verl's values for where a unit's state lies, as fields of its engine's configuration."""
+    if unit.name != "ref":
+        return {
+            "param_offload": knobs.offload_params,
+            "optimizer_offload": knobs.offload_optimizer,
+        }
+    return {"param_offload": knobs.offload_params} if unit.strategy == "megatron" else {}
+
+
+def unit_values(
+    config: Mapping[str, Any], unit: UnitConfig, knobs: UnitKnobs
+) -> dict[str, dict[str, Any]]:
+    """What a worker sets in a unit's engine (`live_knobs.apply`), by kind."""
+    recompute = recompute_values(config, unit, knobs.recompute) if unit.name != "ref" else {}
+    return {
+        "batching": knobs.batching.engine_values(),
+        "recompute": recompute,
+        "offload": offload_values(unit, knobs),
+    }
+
+
+def knob_settings(config: Mapping[str, Any], unit: UnitConfig, knobs: UnitKnobs) -> dict[str, Any]:
+    """verl's settings, dotted path to value, that start `unit` with `knobs`."""
+    out = batching_settings(unit.name, knobs.batching)
+    out |= {f"{unit.engine_path}.{k}": value for k, value in offload_values(unit, knobs).items()}
+    if unit.name != "ref":
+        megatron = unit.strategy == "megatron"
+        path = f"{unit.engine_path}.{_TRANSFORMER}" if megatron else unit.model_path
+        values = recompute_values(config, unit, knobs.recompute)
+        out |= {f"{path}.{name}": value for name, value in values.items()}
+    return out
 
 
 def rollout_knobs(config: Mapping[str, Any]) -> Knobs:
@@ -170,15 +296,15 @@ def rollout_knobs(config: Mapping[str, Any]) -> Knobs:
 # -- in a plan -----------------------------------------------------------------------------------
 
 
-def plan_batching(
+def plan_knobs(
     plan: Mapping[str, Any],
     *,
     config: Mapping[str, Any],
     units: Mapping[str, UnitConfig],
-    current: Mapping[str, Batching],
+    current: Mapping[str, UnitKnobs],
     where: str,
-) -> dict[str, Batching]:
-    """Unit -> how it batches after a scheduled plan, for the units that the plan says it of.
+) -> dict[str, UnitKnobs]:
+    """Unit -> its knobs after a scheduled plan, for the units that the plan says any of.
 
     Args:
         plan: as checked by `NereusConfig`. config: verl's. units: all of the job's.
@@ -188,11 +314,14 @@ def plan_batching(
     """
     if "assignments" in plan:
         found = GlobalPlan.from_dict(plan, where=where)
-        return global_plan_batching(found, config=config, units=units, current=current, where=where)
-    out: dict[str, Batching] = {}
+        return global_plan_knobs(found, config=config, units=units, current=current, where=where)
+    for_all = not set(plan) & set(UNITS)
+    out: dict[str, UnitKnobs] = {}
     for unit, fields in by_unit(plan, units).items():
         here = f"{where}.{unit}"
         asked = {name: fields[name] for name in KNOB_FIELDS if fields.get(name) is not None}
+        if for_all and unit == "ref":  # which has none of that
+            asked = {k: v for k, v in asked.items() if k not in OF_TRAINING}
         if not asked:
             continue
         require(
@@ -200,28 +329,35 @@ def plan_batching(
             f"{here}: this job has no {unit}; its units are {', '.join(units)}",
         )
         for name in asked:
-            require(name in SIZES, f"{here}.{name}: {FIXED}")
+            require(name in (*SIZES, *SWITCHES), f"{here}.{name}: {FIXED}")
         try:
             knobs = Knobs(**asked)
         except SpecError as error:
             raise SpecError(f"{here}: {error}") from None
-        for stage in STAGES[unit]:
-            out[unit] = _with(
-                out.get(unit, current[unit]), stage, knobs, f"{here}.{next(iter(asked))}"
-            )
+        new = current[unit]
+        if sized := [name for name in SIZES if name in asked]:
+            for stage in STAGES[unit]:
+                new = _with_size(new, stage, knobs, f"{here}.{sized[0]}")
+        new = dataclasses.replace(new, **{name: asked[name] for name in SWITCHES if name in asked})
+        _check_switches(config, units[unit], current[unit], new, here)
+        out[unit] = new
     return out
 
 
-def global_plan_batching(
+def global_plan_knobs(
     plan: GlobalPlan,
     *,
     config: Mapping[str, Any],
     units: Mapping[str, UnitConfig],
-    current: Mapping[str, Batching],
+    current: Mapping[str, UnitKnobs],
     where: str,
-) -> dict[str, Batching]:
-    """As `plan_batching`. A knob that an assignment leaves at its default stays as it is."""
-    out: dict[str, Batching] = {}
+) -> dict[str, UnitKnobs]:
+    """As `plan_knobs`, for the units of which something changes.
+
+    An assignment without knobs leaves all of them as they are. One with knobs gives recompute and
+    offload as it has them, and the sizes if it has one.
+    """
+    out: dict[str, UnitKnobs] = {}
     usual = Knobs()
     for stage, assignment in plan.assignments.items():
         here = f"{where}: {stage}"
@@ -231,30 +367,91 @@ def global_plan_batching(
         else:
             require(unit in units, f"{here} has no unit in this job")
             now = Knobs(**fixed_knobs(config, units[unit]))
+        changing = (*SIZES, *SWITCHES) if stage in _USES else ()
         for name in KNOB_FIELDS:
             value = getattr(knobs, name)
-            if (name in SIZES and stage in _USES) or value == getattr(usual, name):
+            if name in changing or value == getattr(usual, name):
                 continue
             require(
                 value == getattr(now, name),
                 f"{here}: {name} is {getattr(now, name)} and cannot become {value}. {FIXED}",
             )
-        if stage in _USES:
-            before = out.get(unit, current[unit])
-            if knobs.micro_batch is None and knobs.token_budget_tokens is None:
-                continue
-            if {name: getattr(knobs, name) for name in before.knobs(stage)} != before.knobs(stage):
-                out[unit] = _with(before, stage, knobs, here)
+        if stage not in _USES or knobs == usual:
+            continue
+        before = out.get(unit, current[unit])
+        new = before
+        if knobs.micro_batch is not None or knobs.token_budget_tokens is not None:
+            said = before.batching.knobs(stage)
+            if {name: getattr(knobs, name) for name in said} != said:
+                new = _with_size(before, stage, knobs, here)
+        new = dataclasses.replace(new, **_switches(stage, knobs, units[unit], now=before))
+        _check_switches(config, units[unit], current[unit], new, here)
+        if new != current[unit]:
+            out[unit] = new
+    _check_critic(plan, where)
     return out
 
 
-def _with(before: Batching, stage: ModelStage, knobs: Knobs, where: str) -> Batching:
+def _switches(stage: ModelStage, knobs: Knobs, unit: UnitConfig, now: UnitKnobs) -> dict[str, Any]:
+    """The fields of `UnitKnobs` that an assignment to `stage` gives."""
+    out: dict[str, Any] = {name: getattr(knobs, name) for name in SWITCHES}
+    if "train" not in _USES[stage]:
+        out = {name: value for name, value in out.items() if name not in OF_TRAINING}
+    if unit.name == "ref" and unit.strategy == "fsdp2" and not knobs.offload_params:
+        out = {"offload_params": now.offload_params}  # where verl has it
+    return out
+
+
+def _check_critic(plan: GlobalPlan, where: str) -> None:
+    stages = [plan.assignments.get(stage) for stage in STAGES["critic"]]
+    said = [one.knobs.offload_params for one in stages if one is not None and one.knobs != Knobs()]
+    require(
+        len(set(said)) < 2,
+        f"{where}: critic-values and critic-train share one engine, so offload_params must be the "
+        "same in both",
+    )
+
+
+def _check_switches(
+    config: Mapping[str, Any], unit: UnitConfig, now: UnitKnobs, new: UnitKnobs, where: str
+) -> None:
+    """Raises: SpecError where a unit's engine cannot be switched while it lives."""
+    if unit.name == "ref":
+        for name in OF_TRAINING:
+            require(
+                getattr(new, name) == getattr(now, name),
+                f"{where}.{name}: the reference computes no gradients and has no optimizer; leave "
+                f"{name} of ref out",
+            )
+        changes = unit.strategy == "fsdp2" and new.offload_params != now.offload_params
+        require(not changes, f"{where}.offload_params: {REFERENCE_ON_HOST}")
+        return
+    if new.recompute == now.recompute:
+        return
+    here = f"{where}.recompute"
+    if unit.strategy == "fsdp2":
+        require(new.recompute != "selective", f"{here}: {NOT_SELECTIVE}")
+        beside = select(config, f"{unit.model_path}.enable_activation_offload", False)
+        require(not beside, f"{here}: {BESIDE_OFFLOADED_ACTIVATIONS}")
+        return
+    path = f"{unit.engine_path}.{_TRANSFORMER}"
+    beside = select(config, f"{path}.cpu_offloading", False)
+    require(not beside, f"{here}: {BESIDE_OFFLOADED_ACTIVATIONS}")
+    modules = list(select(config, f"{path}.recompute_modules", ["core_attn"]))
+    selective = "selective" in (now.recompute, new.recompute)
+    require(not selective or modules == ["core_attn"], f"{here}: {OTHER_MODULES}")
+
+
+def _with_size(before: UnitKnobs, stage: ModelStage, knobs: Knobs, where: str) -> UnitKnobs:
     """`before` with the sizes that `knobs` give for `stage`."""
     by_tokens = knobs.token_budget_tokens is not None
     if stage.model == "critic" and not by_tokens:
         raise SpecError(f"{where}: {CRITIC_BY_TOKENS}")
     size = knobs.token_budget_tokens if by_tokens else knobs.micro_batch
-    return dataclasses.replace(before, by_tokens=by_tokens, **dict.fromkeys(_USES[stage], size))
+    batching = dataclasses.replace(
+        before.batching, by_tokens=by_tokens, **dict.fromkeys(_USES[stage], size)
+    )
+    return dataclasses.replace(before, batching=batching)
 
 
 # -- checking ------------------------------------------------------------------------------------

@@ -112,6 +112,24 @@ def refuse_legacy(main_ppo_v0: Any) -> None:
     main_ppo_v0.validate_config = validate_config
 
 
+def refuse_sft(device: Any) -> None:
+    """Called with `verl.utils.device`, whose `auto_set_device` is the first thing that verl's SFT
+    trainers call with a job's configuration. They train without any of the hooks used here."""
+    set_device = device.auto_set_device
+
+    def auto_set_device(config: Any) -> None:
+        is_sft = "actor_rollout_ref" not in config and "engine" in config
+        if is_sft and (config.get("nereus") or {}).get("enable"):
+            raise SystemExit(
+                "nereus: this job was not started: nereus.enable is true, but this is verl's SFT "
+                "trainer, which Nereus does not hook; leave +nereus=on out (or set "
+                "nereus.enable=false) to train with a fixed layout"
+            )
+        set_device(config)
+
+    device.auto_set_device = auto_set_device
+
+
 def start_alone(engine: ModuleType) -> None:
     """Called with verl's Megatron engine in a process that will join a job."""
     from nereus_verl import verl_private
@@ -123,5 +141,6 @@ after_import("omegaconf", register_resolver)
 after_import(TRAINERS, load_trainer)
 after_import("verl.trainer.main_ppo_v0", refuse_legacy)
 after_import("verl.utils.config", check_ahead)
+after_import("verl.utils.device", refuse_sft)
 if os.environ.get("NEREUS_JOINS"):
     after_import("verl.workers.engine.megatron.transformer_impl", start_alone)

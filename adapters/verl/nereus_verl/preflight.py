@@ -12,7 +12,7 @@ from nereus_plugins.spec import Layout, ModelSpec, SpecError
 from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private
 from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
-from nereus_verl.knobs import Batching, plan_batching
+from nereus_verl.knobs import UnitKnobs, plan_knobs
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Preflight:
     targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint to resume
         from was saved before the transition of its own step, so that one is still to come.
     leave: step -> ranks that a plan names to leave.
-    batching: by unit, at the start. batching_targets: step -> unit -> batching.
+    knobs: by unit, at the start. knob_targets: step -> unit -> knobs.
     """
 
     nereus: NereusConfig
@@ -33,8 +33,8 @@ class Preflight:
     layouts: Mapping[str, Layout]
     targets: Mapping[int, Mapping[str, Layout]]
     leave: Mapping[int, tuple[int, ...]]
-    batching: Mapping[str, Batching]
-    batching_targets: Mapping[int, Mapping[str, Batching]]
+    knobs: Mapping[str, UnitKnobs]
+    knob_targets: Mapping[int, Mapping[str, UnitKnobs]]
     run_dir: Path
 
     def ranks_change(self) -> bool:
@@ -99,16 +99,16 @@ def run(config: Mapping[str, Any]) -> Preflight:
     targets: dict[int, Mapping[str, Layout]] = {}
     leave: dict[int, tuple[int, ...]] = {}
     current = dict(layouts)
-    batching = {name: knobs.start_batching(config, name) for name in units}
-    batching_targets: dict[int, Mapping[str, Batching]] = {}
-    cut = dict(batching)
+    start = {name: knobs.start_knobs(config, unit) for name, unit in units.items()}
+    knob_targets: dict[int, Mapping[str, UnitKnobs]] = {}
+    in_force = dict(start)
     for step, plan in nereus.schedule.items():
         if step < done:
             continue
-        targets[step], leave[step], batching_targets[step] = plan_targets(
-            config, models, plan, current, cut, f"nereus.schedule.{step}"
+        targets[step], leave[step], knob_targets[step] = plan_targets(
+            config, models, plan, current, in_force, f"nereus.schedule.{step}"
         )
-        cut.update(batching_targets[step])
+        in_force.update(knob_targets[step])
         current.update(targets[step])
     run_dir = _run_dir(nereus, config)
     return Preflight(
@@ -119,8 +119,8 @@ def run(config: Mapping[str, Any]) -> Preflight:
         layouts=layouts,
         targets=targets,
         leave=leave,
-        batching=batching,
-        batching_targets=batching_targets,
+        knobs=start,
+        knob_targets=knob_targets,
         run_dir=run_dir,
     )
 
@@ -130,15 +130,15 @@ def plan_targets(
     models: Mapping[str, ModelSpec],
     plan: Mapping[str, Any],
     current: Mapping[str, Layout],
-    batching: Mapping[str, Batching],
+    unit_knobs: Mapping[str, UnitKnobs],
     where: str,
-) -> tuple[dict[str, Layout], tuple[int, ...], dict[str, Batching]]:
+) -> tuple[dict[str, Layout], tuple[int, ...], dict[str, UnitKnobs]]:
     """What a plan means for the job, checked: (target layouts by unit, ranks that must leave, by
-    unit how it batches afterwards).
+    unit its knobs where the plan says any).
 
     Args:
         config: verl's. models: by unit. plan: as checked by `config.check_plan`.
-        current, batching: what it starts from, by unit. where: the setting, for messages.
+        current, unit_knobs: what it starts from, by unit. where: the setting, for messages.
 
     Raises: SpecError naming `where` or verl's setting that is in the way.
     """
@@ -153,10 +153,10 @@ def plan_targets(
         where=where,
     )
     leave = tuple(plan.get(LEAVE, ()))
-    changed = plan_batching(
-        plan, config=config, units=jobconfig.units(config), current=batching, where=where
+    changed = plan_knobs(
+        plan, config=config, units=jobconfig.units(config), current=unit_knobs, where=where
     )
-    after = {**batching, **changed}
+    after = {**unit_knobs, **changed}
     capabilities.check_targets(config, models, current, targets, where, leave, after)
     return targets, leave, changed
 

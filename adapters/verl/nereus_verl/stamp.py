@@ -14,7 +14,7 @@ from typing import Any
 
 from nereus_plugins.spec import Layout
 from nereus_verl import jobconfig
-from nereus_verl.knobs import Batching, batching_settings
+from nereus_verl.knobs import UnitKnobs, knob_settings
 
 FILE = "nereus_layout.json"
 SCHEMA_VERSION = 1
@@ -27,15 +27,15 @@ class LayoutMismatch(RuntimeError):
 def write(
     folder: Path,
     layouts: Mapping[str, Layout],
-    batching: Mapping[str, Batching],
+    unit_knobs: Mapping[str, UnitKnobs],
     config: Mapping[str, Any],
     epoch: int,
 ) -> Path:
     """Stamp the checkpoint in `folder` (verl's global_step_N).
 
     Args:
-        layouts: by unit, as saved. batching: by unit, in force; a checkpoint can be loaded with
-            another. config: verl's. epoch: of the plan in force.
+        layouts: by unit, as saved. unit_knobs: by unit, in force; a checkpoint can be loaded
+            with others. config: verl's. epoch: of the plan in force.
     """
     units = jobconfig.units(config)
     stamp = {
@@ -50,8 +50,8 @@ def write(
         }
         | {
             path: value
-            for name, cut in batching.items()
-            for path, value in batching_settings(name, cut).items()
+            for name, one in unit_knobs.items()
+            for path, value in knob_settings(config, units[name], one).items()
         },
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from nereus_plugins.spec import Layout
+from nereus_plugins.spec.plan import RECOMPUTE
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
 from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
 from nereus_verl.job import RolloutFailed, VerlJob, setup
@@ -98,7 +99,7 @@ class NereusTrainer(PPOTrainerSync):
         with open_dict(self.config):
             for name, unit in job.checked.units.items():
                 settings = jobconfig.layout_settings(unit, job.layout(name))
-                settings |= knobs.batching_settings(name, job.batching(name))
+                settings |= knobs.knob_settings(job.checked.config, unit, job.unit_knobs(name))
                 for path, value in settings.items():
                     OmegaConf.update(self.config, path, value)
 
@@ -171,7 +172,7 @@ class NereusTrainer(PPOTrainerSync):
         )
         self._job.write_step(record)
         metrics["nereus/world_size"] = self._ran_in.world_size
-        metrics.update({f"nereus/{name}": size for name, size in self._ran_in.sizes.items()})
+        metrics.update({f"nereus/{name}": size for name, size in self._ran_in.knobs.items()})
         metrics.update(_metrics(record, transition))
 
 
@@ -181,13 +182,18 @@ class _InForce:
     def __init__(self, job: VerlJob) -> None:
         self.epoch = job.epoch()
         self.layouts = job.layouts()
-        self.sizes = {
-            f"{stage.value}/{name}": size
+        self.knobs = {
+            f"{stage.value}/{name}": _number(value)
             for unit in job.checked.units
             for stage in knobs.STAGES[unit]
-            for name, size in job.batching(unit).knobs(stage).items()
+            for name, value in job.unit_knobs(unit).knobs(stage).items()
         }
         self.world_size = job.world_size()
+
+
+def _number(knob: int | bool | str) -> int:
+    """A knob as verl's loggers take it: of recompute its place in RECOMPUTE."""
+    return RECOMPUTE.index(knob) if isinstance(knob, str) else int(knob)
 
 
 def _check(config: DictConfig) -> preflight.Preflight | None:

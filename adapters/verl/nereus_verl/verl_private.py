@@ -250,6 +250,11 @@ def set_config(config: Any, **values: Any) -> None:
         object.__setattr__(config, name, value)
 
 
+def set_offload(engine: Any, param_offload: bool, optimizer_offload: bool) -> None:
+    """What an engine keeps in host memory between stages; moves nothing."""
+    engine._is_offload_param, engine._is_offload_optimizer = param_offload, optimizer_offload
+
+
 # -- ranks that join and leave: in a worker process ----------------------------------------------
 
 

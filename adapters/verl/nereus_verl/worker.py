@@ -32,7 +32,7 @@ from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.groups import GroupSet, live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
-from nereus_verl import membership, rng, verl_private
+from nereus_verl import live_knobs, membership, rng, verl_private
 from nereus_verl.memory import free_host_bytes
 from nereus_verl.progress import MoveProgress
 
@@ -358,11 +358,11 @@ def free_memory(worker: Any, names: Sequence[str]) -> int | None:
     return int(free + unused + sum(held.values()))
 
 
-def commit(worker: Any, engine_values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def commit(worker: Any, unit_values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Switch to the prepared layouts, and let everything verl keeps about them follow.
 
     Args:
-        engine_values: as in `set_engine_values`, of all units: a process that joins was made with
+        unit_values: as in `set_knobs`, of all units: a process that joins was made with
             what verl's configuration says.
 
     Returns: {}, or {"aborted": ...} where a rank failed before any switched.
@@ -386,19 +386,19 @@ def commit(worker: Any, engine_values: Mapping[str, Mapping[str, Any]]) -> dict[
             )
             if hasattr(seat.worker, "engine_config"):
                 seat.worker.engine_config = engine.engine_config
-    set_engine_values(worker, engine_values)
+    set_knobs(worker, unit_values)
     return {}
 
 
-def set_engine_values(worker: Any, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Have the engines cut micro-batches in another way from the next call on. Local.
+def set_knobs(worker: Any, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Have the engines work with these knobs from the next call on. Local.
 
     Args:
-        values: unit -> fields of its engine's configuration (`knobs.Batching.engine_values`).
+        values: by unit (`knobs.unit_values`).
     """
     state: RankState = getattr(worker, STATE)
-    for name, fields in values.items():
-        verl_private.set_config(state.engines[name].engine_config, **fields)
+    for name, of_unit in values.items():
+        live_knobs.apply(state.engines[name], of_unit)
 
 
 def release(worker: Any) -> dict[str, Any]:

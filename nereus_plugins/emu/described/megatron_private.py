@@ -177,3 +177,34 @@ def split_optimizers(optimizer: Any) -> Sequence[Any]:
     """The optimizers inside Megatron's ChainedOptimizer, or the one given; stubs left out."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [o for o in parts if o.optimizer is not None]
+
+
+def set_recompute(
+    chunks: Sequence[torch.nn.Module],
+    config: Any,
+    *,
+    recompute_granularity: str | None,
+    recompute_method: str | None,
+    recompute_num_layers: int | None,
+) -> None:
+    """Have a built model recompute activations in another way from its next forward on.
+
+    Full recompute is read from the configuration with every forward; core attention's, the only
+    selective one that can be switched, from the module.
+
+    Args:
+        chunks: of the model. config: that it was built from.
+    """
+    configs = {id(config): config}
+    for chunk in chunks:
+        part: Any
+        for part in chunk.modules():
+            own = getattr(part, "config", None)
+            if isinstance(own, type(config)):
+                configs[id(own)] = own
+            if hasattr(part, "checkpoint_core_attention"):
+                part.checkpoint_core_attention = recompute_granularity == "selective"
+    for one in configs.values():
+        one.recompute_granularity = recompute_granularity
+        one.recompute_method = recompute_method
+        one.recompute_num_layers = recompute_num_layers

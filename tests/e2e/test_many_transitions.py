@@ -1,0 +1,165 @@
+"""Twenty transitions of mixed kinds in one job, commanded from outside: nothing is left of them.
+
+Layouts, knobs, ranks, a rank replaced, attempts that are given up. Every few of them the job is
+back in the layout that it started in, and then it holds what it held there before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nereus_verl.demo import launch
+
+from nereus_plugins.cli import main
+from nereus_plugins.control.cli import DONE, NOT_COMMITTED
+from nereus_plugins.control.messages import ENDPOINT_FILE
+from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
+from nereus_plugins.trace.record import TransitionRecord, read_records
+from tests.e2e import leaks, observe
+from tests.e2e.jobs import TIMEOUT_S, small_job
+
+COMMITTED, ABORTED = "committed", "aborted"
+OFF = {"recompute": "none", "offload_optimizer": False}
+BUDGETS = {"actor": {"token_budget_tokens": 160}, "critic": {"token_budget_tokens": 400}}
+SIZES = {"actor": {"micro_batch": 2}, "critic": {"token_budget_tokens": 32768}}
+KNOBS = {"actor": {"recompute": "full"}, "critic": {"offload_optimizer": True}}
+
+
+def _home(layout: dict[str, Any], **units: dict[str, Any]) -> dict[str, Any]:
+    """A plan for the layout and knobs that the job started with."""
+    named = {name: {**layout, **OFF, **units.get(name, {})} for name in ("actor", "critic")}
+    return {"ranks": 2, **named, "ref": layout}
+
+
+FSDP2 = {"ulysses": 1}
+MEGATRON = {"tp": 1, "pp": 1}
+PLANS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "fsdp2": [
+        ({"shard_size": 1}, COMMITTED),
+        ({"ulysses": 2}, COMMITTED),
+        (KNOBS, COMMITTED),
+        (_home(FSDP2), COMMITTED),
+        ({"ranks": 4}, COMMITTED),
+        ({"ranks": 2, "ulysses": 2}, ABORTED),
+        ({"ranks": 1}, COMMITTED),
+        (_home(FSDP2), COMMITTED),
+        ({"leave": [1]}, COMMITTED),
+        ({"critic": {"ulysses": 2}}, COMMITTED),
+        ({"actor": {"shard_size": 1}}, ABORTED),
+        (_home(FSDP2), COMMITTED),
+        ({"ranks": 4, "actor": {"shard_size": 2, "ulysses": 2}}, COMMITTED),
+        (BUDGETS, COMMITTED),
+        ({"ranks": 2, "actor": {"ulysses": 2}}, COMMITTED),
+        (_home(FSDP2, **SIZES), COMMITTED),
+        ({"ranks": 8}, ABORTED),
+        ({"ranks": 1}, COMMITTED),
+        ({"ranks": 2, "ulysses": 2, "recompute": "full"}, COMMITTED),
+        (_home(FSDP2), COMMITTED),
+    ],
+    "megatron": [
+        ({"tp": 2}, COMMITTED),
+        ({"pp": 2}, COMMITTED),
+        (KNOBS, COMMITTED),
+        (_home(MEGATRON), COMMITTED),
+        ({"ranks": 4, "tp": 2}, COMMITTED),
+        ({"ranks": 2, "pp": 2}, ABORTED),
+        ({"ranks": 1, "tp": 1}, COMMITTED),
+        (_home(MEGATRON), COMMITTED),
+        ({"leave": [1]}, COMMITTED),
+        ({"tp": 2, "recompute": "selective"}, COMMITTED),
+        ({"pp": 2}, ABORTED),
+        (_home(MEGATRON), COMMITTED),
+        ({"ranks": 4, "tp": 2, "pp": 2}, COMMITTED),
+        (BUDGETS, COMMITTED),
+        ({"ranks": 2, "pp": 2}, COMMITTED),
+        (_home(MEGATRON, **SIZES), COMMITTED),
+        ({"ranks": 8, "tp": 2}, ABORTED),
+        ({"ranks": 1, "tp": 1}, COMMITTED),
+        ({"ranks": 2, "tp": 2, "recompute": "full"}, COMMITTED),
+        (_home(MEGATRON), COMMITTED),
+    ],
+}
+# By the attempt that they break; the third that is given up asks for more ranks than there are.
+FAULTS = "step=move,rank=1,kind=raise,epoch=6;step=verify,rank=0,kind=corrupt,epoch=11"
+HOMES = (4, 8, 12, 16, 20)
+STEPS = 24
+# Resident memory that may come between two returns: allocators keep what they once had.
+RSS_GROWTH_BYTES = 48 << 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_twenty_transitions_of_mixed_kinds_leave_nothing(tmp_path: Path, engine: str) -> None:
+    micro = "micro_batch_size_per_gpu=2"
+    arl = "actor_rollout_ref"
+    job = small_job(
+        tmp_path / "task",
+        engine,
+        2,
+        reference=True,
+        steps=STEPS,
+        nereus={"claim_timeout_s": 5.0, "timeout_s": 60.0},
+        extra=[
+            "++ray_kwargs.ray_init.num_gpus=4",
+            f"{arl}.rollout.tensor_model_parallel_size=1",
+            f"{arl}.actor.ppo_{micro}",
+            f"{arl}.rollout.log_prob_{micro}",
+            f"{arl}.ref.log_prob_{micro}",
+        ],
+    )
+    run_dir = tmp_path / "job" / "checkpoints" / "nereus"
+    env = observe.environment(tmp_path / "observed") | leaks.environment(tmp_path / "held")
+    env["VERL_USE_EXTERNAL_MODULES"] = f"{observe.__name__},{leaks.__name__}"
+    env[ENVIRONMENT_VARIABLE] = FAULTS
+    results: list[launch.JobResult] = []
+
+    def run() -> None:
+        results.append(launch.run(job, tmp_path / "job", timeout_s=2 * TIMEOUT_S, env=env))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        outcomes = [_submit(run_dir, plan, thread) for plan, _ in PLANS[engine]]
+    finally:
+        thread.join()
+    (result,) = results
+    result.require_success()
+    assert outcomes == [outcome for _, outcome in PLANS[engine]]
+    transitions = [r for r in read_records(run_dir) if isinstance(r, TransitionRecord)]
+    assert [t.outcome for t in transitions] == outcomes
+
+    seen = observe.read(tmp_path / "observed")
+    for before, after in zip(seen[::2], seen[1::2], strict=True):
+        assert before["units"] == after["units"]
+    held = leaks.read(tmp_path / "held")
+    assert len(held) == len(transitions)
+    homes = [held[number - 1] for number in HOMES]
+    for name in ("actors", "groups", "bundles"):
+        assert [seen[2 * n - 1][name] for n in HOMES] == [seen[2 * HOMES[0] - 1][name]] * len(HOMES)
+    for kind in ("processes", "files", "shared_memory"):
+        assert [home[kind] for home in homes] == [homes[0][kind]] * len(HOMES), kind
+    # From the second return on, when everything has happened once.
+    settled = homes[1:]
+    for who in ("driver", "rank 0"):
+        ours = [home[who] for home in settled]
+        assert len({one["pid"] for one in ours}) == 1
+        for kind in ("descriptors", "threads", "process_groups"):
+            assert [one[kind] for one in ours] == [ours[0][kind]] * len(ours), (who, kind)
+        growth = ours[-1]["rss_bytes"] - ours[0]["rss_bytes"]
+        assert growth < RSS_GROWTH_BYTES, (who, [one["rss_bytes"] for one in ours])
+
+
+def _submit(run_dir: Path, plan: dict[str, Any], job: threading.Thread) -> str:
+    """`nereus transition`: have the job run `plan` at its next boundary; how it ended."""
+    file = run_dir.parent.parent.parent / "plan.yaml"
+    file.write_text(json.dumps(plan))
+    while not (run_dir / ENDPOINT_FILE).exists():
+        assert job.is_alive(), "the job ended too early"
+        time.sleep(0.2)
+    code = main(["transition", str(run_dir), str(file)])
+    return {DONE: COMMITTED, NOT_COMMITTED: ABORTED}.get(code, f"exit code {code}")
