@@ -28,6 +28,27 @@ def on_cpu() -> None:
     import verl.workers.engine  # noqa: F401
 
 
+def offload_as_beside_an_accelerator() -> None:
+    """Have verl's Megatron engines offload where host memory is the device too: a device by another
+    name, and no pinned memory."""
+    import verl.utils.device as device
+    import verl.utils.megatron_utils as utils
+    import verl.workers.engine.base as base
+    import verl.workers.engine.megatron.transformer_impl as impl
+
+    for module in (device, base, impl):
+        module.get_device_name = lambda: "device"
+
+    class Pageable:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return torch.empty(*args, **kwargs)
+
+    utils.torch = Pageable()
+
+
 def build(kind: str, model: Path, role: str, layout: Layout, *, offload: bool = False) -> Any:
     """An initialised engine in fp32.
 

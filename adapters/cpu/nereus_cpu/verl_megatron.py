@@ -6,8 +6,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from nereus_cpu.checks import expect
 
 
@@ -15,7 +13,6 @@ def patch_engine(engine_module: ModuleType) -> None:
     """Patches what `verl.workers.engine.megatron.transformer_impl` uses."""
     _seed_without_device_count(engine_module)
     _local_attention_mask()
-    _pageable_offload()
 
 
 def _seed_without_device_count(engine_module: Any) -> None:
@@ -52,24 +49,3 @@ def _local_attention_mask() -> None:
         return forward(self, query, key, value, attention_mask, *args, **kwargs)
 
     cls.forward = forward_causal
-
-
-class _Pageable:
-    """torch, except that it makes no pinned memory: without an accelerator there is none."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        return torch.empty(*args, **kwargs)
-
-
-def _pageable_offload() -> None:
-    # param_offload: of a model that trains verl copies the weights to pinned memory and frees their
-    # storage; that works with any memory. Of one that does not, it frees the storage that it moved
-    # away from, which on CPU is the one that it moved to.
-    module: Any = importlib.import_module("verl.utils.megatron_utils")
-    for name in ("torch", "_can_safely_resize_storage"):
-        expect(hasattr(module, name), f"{module.__name__}.{name} is missing")
-    module.torch = _Pageable()
-    module._can_safely_resize_storage = lambda tensor: False
