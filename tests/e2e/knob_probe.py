@@ -1,5 +1,5 @@
 """Loaded into a job by VERL_USE_EXTERNAL_MODULES: writes down, in rank 0, how often a unit's first
-layer runs in one training pass, and where its weights and optimizer state lie between stages.
+layer runs in one training pass, and what its engine loads and offloads.
 
 Nothing of the job changes: verl's and Megatron's functions are called as they are.
 """
@@ -27,8 +27,7 @@ def environment(file: Path) -> dict[str, str]:
 def read(file: Path) -> list[dict[str, Any]]:
     """Of every batch that a unit trained on or passed forward, in order: {"unit", "training",
     "micro_batches", "forwards", "attention": forwards of the first layer and of its core attention,
-    "moved": calls of the engine's `to` since the batch before, "parked": whether the storage of
-    the weights was free before the stage}."""
+    "moved": what the engine loaded or offloaded since the batch before: "model", "optimizer"}."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -41,19 +40,9 @@ def _layers(engine: Any) -> tuple[Any, Any]:
     return next(m for m in layers if hasattr(m, "self_attn")), None
 
 
-def _is_parked(engine: Any) -> bool:
-    """Whether Megatron's weights are in verl's copy in host memory, and their storage is free."""
-    if not isinstance(engine.module, list):
-        return False
-    buffers = [b for chunk in engine.module for b in getattr(chunk, "buffers", None) or ()]
-    return bool(buffers) and all(b.param_data.untyped_storage().nbytes() == 0 for b in buffers)
-
-
 def _probe(module: ModuleType) -> None:
     cls: Any = getattr(module, "FSDPEngine", None) or module.MegatronEngine
-    base: Any = module.BaseEngineCtx  # type: ignore[attr-defined]
     prepare, run, to = module.prepare_micro_batches, cls.forward_backward_batch, cls.to  # type: ignore[attr-defined]
-    enter = base.__enter__
     counts: list[int] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -61,16 +50,11 @@ def _probe(module: ModuleType) -> None:
         counts.append(len(micro_batches))
         return micro_batches, indices
 
-    def entered(ctx: Any) -> None:
-        ctx.engine.test_parked = _is_parked(ctx.engine)
-        enter(ctx)
-
     def moved(
         engine: Any, device: str, model: bool = True, optimizer: bool = True, **kw: Any
     ) -> Any:
         parts = [name for name, is_on in (("model", model), ("optimizer", optimizer)) if is_on]
-        if parts:
-            engine.__dict__.setdefault("test_moved", []).append([device, *parts])
+        engine.__dict__.setdefault("test_moved", set()).update(parts)
         return to(engine, device, model=model, optimizer=optimizer, **kw)
 
     def watched(engine: Any, data: Any, *args: Any, forward_only: bool = False, **kw: Any) -> Any:
@@ -98,8 +82,7 @@ def _probe(module: ModuleType) -> None:
                 "unit": unit,
                 "training": not forward_only,
                 "micro_batches": counts[-1],
-                "parked": engine.test_parked,
-                "moved": engine.__dict__.pop("test_moved", []),
+                "moved": sorted(engine.__dict__.pop("test_moved", ())),
                 **calls,
             }
             with open(os.environ[FILE], "a") as file:
@@ -107,7 +90,7 @@ def _probe(module: ModuleType) -> None:
         return out
 
     module.prepare_micro_batches = counted  # type: ignore[attr-defined]
-    cls.forward_backward_batch, cls.to, base.__enter__ = watched, moved, entered
+    cls.forward_backward_batch, cls.to = watched, moved
 
 
 # Tests import this file too, beside others that need verl as it is.
