@@ -13,6 +13,7 @@ from nereus_verl.stamp import FILE
 
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
 from nereus_plugins.gtg.journal import Journal
+from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
 from tests.e2e import observe
 from tests.e2e.jobs import TIMEOUT_S, differences, small_job
@@ -181,15 +182,11 @@ def test_other_ranks_with_hsdp_and_sequence_parallelism(directory: Path) -> None
         steps=5,
     ).require_success()
     assert [m["nereus/world_size"] for m in result.metrics] == [4, 2, 4, 1, 4]
-    plans = [record.plan for record in _records(directory, "hsdp", StepRecord)]
-    got = [
-        tuple(
-            (one["dp"], one.get("ulysses", 1), one.get("shard_size"))
-            for one in (plan[unit] for unit in ("actor", "critic", "ref"))
-        )
-        for plan in plans
+    plans = [
+        [Layout.from_dict(record.plan[unit]) for unit in ("actor", "critic", "ref")]
+        for record in _records(directory, "hsdp", StepRecord)
     ]
-    assert got == [
+    assert [tuple((one.dp, one.ulysses, one.shard_size) for one in plan) for plan in plans] == [
         ((4, 1, 2), (4, 1, 2), (4, 1, 2)),
         ((1, 2, None), (1, 2, None), (1, 2, None)),
         ((2, 2, 2), (1, 4, None), (4, 1, 1)),
