@@ -1,4 +1,5 @@
-"""`nereus transition`, `status`, `pause`, `resume`: command a live job by its run directory.
+"""`nereus transition`, `status`, `pause`, `resume`: command a live job by its run directory, or by
+its name in Ray.
 
 Exit status of all four:
 
@@ -6,7 +7,7 @@ Exit status of all four:
     1  the transition was aborted (the old layout trains on) or failed (the job ends)
     2  wrong usage: no such directory, no plan in the file, records that cannot be read
     3  refused by the job, which says why; nothing was done
-    4  no live job can be reached by this run directory
+    4  no live job can be reached by this run directory or name
     130  interrupted while waiting: the plan stays pending
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.control import by_ray
 from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.control.messages import (
     ACCEPTED,
@@ -29,7 +31,7 @@ from nereus_plugins.control.messages import (
     REFUSED,
     MessageError,
 )
-from nereus_plugins.control.view import lines, view
+from nereus_plugins.control.view import View, lines
 from nereus_plugins.spec import SpecError
 from nereus_plugins.spec.record import load_yaml
 from nereus_plugins.trace.record import RecordError
@@ -38,7 +40,11 @@ DONE, NOT_COMMITTED, USAGE, NOT_TAKEN, NO_JOB = range(5)
 WAIT_S = 20  # of one request; then it is asked again
 
 _EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all four", "")
-_RUN_DIR = "the job's run directory (nereus.run_dir; by default `nereus` in its checkpoint folder)"
+_JOB = (
+    "the job's run directory (nereus.run_dir; by default `nereus` in its checkpoint folder); or "
+    "ray:NAME, on a node of its Ray cluster (RAY_ADDRESS, or the one that runs here): NAME is its "
+    "Ray namespace, trainer.experiment_name, or the beginning of its run id; `ray:` the only job"
+)
 
 
 def transition(argv: Sequence[str]) -> int:
@@ -83,12 +89,12 @@ def _transition(args: argparse.Namespace) -> int:
         if not args.wait:
             return DONE
         while reply["state"] not in FINAL:
-            seen = reply["state"]
+            seen = {"seen": reply["state"], "phase": reply["phase"]}
             answer = client.call(
-                "wait", wait_s=WAIT_S, number=reply["number"], seen=seen, timeout_s=WAIT_S
+                "wait", wait_s=WAIT_S, number=reply["number"], timeout_s=WAIT_S, **seen
             )
             reply = {**reply, **answer}
-            if reply["state"] != seen:
+            if {"seen": reply["state"], "phase": reply["phase"]} != seen:
                 _say(reply)
     except KeyboardInterrupt:
         print(f"plan {reply['number']} is still {reply['state']}; see `nereus status`")
@@ -107,7 +113,7 @@ def _say(reply: dict[str, Any]) -> None:
     if state == ACCEPTED:
         text += f" for epoch {reply['epoch']}, at the next iteration boundary: {reply['what']}"
     elif state == EXECUTING:
-        text += f" after step {reply['step']} ..."
+        text += f" after step {reply['step']}: {reply['phase'] or 'begun'} ..."
     if reply["reason"]:
         text += f": {reply['reason']}"
     print(text, flush=True)
@@ -133,10 +139,11 @@ def status(argv: Sequence[str]) -> int:
 def _status(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.every <= 0:
         raise _Usage("--steps and --every must be above 0")
+    job = View(args.run_dir, args.steps)
     clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
     try:
         while True:
-            seen = view(args.run_dir, args.steps)
+            seen = job.look()
             text = json.dumps(seen) if args.json else "\n".join(lines(seen))
             print((clear if args.watch else "") + text, flush=True)
             if not args.watch or not seen["live"]:
@@ -197,7 +204,7 @@ def _parser(command: str, text: str) -> argparse.ArgumentParser:
         epilog=_EXIT,
         formatter_class=_Help,
     )
-    parser.add_argument("run_dir", type=Path, metavar="run-dir", help=_RUN_DIR)
+    parser.add_argument("job", help=_JOB)
     return parser
 
 
@@ -215,6 +222,10 @@ def _guarded(
 ) -> int:
     args = parser.parse_args(argv)
     try:
+        if args.job.startswith(by_ray.PREFIX):
+            args.run_dir = by_ray.find(args.job.removeprefix(by_ray.PREFIX))
+        else:
+            args.run_dir = Path(args.job)
         if not args.run_dir.is_dir():
             raise _Usage(f"{args.run_dir} is no directory")
         return run(args)

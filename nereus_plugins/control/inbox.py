@@ -36,7 +36,8 @@ class Submitted:
 
     number: from 1, in the job. epoch: that it was made for. plan: as written, see
     `messages.check_plan`. what: what it changes, in words. step: after which it is or was executed,
-    None before. state: see `messages`. reason: why it ended so.
+    None before. state: see `messages`. phase: of the transition that is being executed. reason: why
+    it ended so.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Submitted:
     state: str = ACCEPTED
     reason: str = ""
     step: int | None = None
+    phase: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +57,7 @@ class Submitted:
             "state": self.state,
             "reason": self.reason,
             "step": self.step,
+            "phase": self.phase,
         }
 
 
@@ -75,6 +78,7 @@ class Inbox:
         self._count = 0
         self._paused = False
         self._closed = False
+        self._doing = ""
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -93,8 +97,9 @@ class Inbox:
             self._changed.notify_all()
             return self._pending.to_dict()
 
-    def wait(self, number: int, seen: str, timeout_s: float) -> dict[str, Any]:
-        """A submitted plan once its state is no longer `seen`, or as it is after `timeout_s`.
+    def wait(self, number: int, seen: str, timeout_s: float, phase: str = "") -> dict[str, Any]:
+        """A submitted plan once its state is no longer `seen` or its phase no longer `phase`, or as
+        it is after `timeout_s`.
 
         Raises: Refused if it is not known (any more).
         """
@@ -103,7 +108,8 @@ class Inbox:
             while True:
                 found = self._find(number)
                 left_s = deadline - time.monotonic()
-                if found.state != seen or found.state in FINAL or left_s <= 0:
+                changed = found.state != seen or found.phase != phase
+                if changed or found.state in FINAL or left_s <= 0:
                     return found.to_dict()
                 self._changed.wait(left_s)
 
@@ -158,6 +164,14 @@ class Inbox:
                 self._pending.step = step
                 self._changed.notify_all()
             return self._pending
+
+    def doing(self, phase: str, step: int = 0) -> None:
+        """The transition after `step`, submitted or not, is in this phase; "": it is over."""
+        with self._changed:
+            self._doing = phase and f"transition after step {step}: {phase}"
+            if phase and self._pending is not None and self._pending.state == EXECUTING:
+                self._pending.phase = phase
+            self._changed.notify_all()
 
     def answer(self, state: str, reason: str = "") -> None:
         """How the plan that was pulled ended."""
@@ -217,6 +231,7 @@ class Inbox:
             "reason": "",
             "job": self._job,
             "paused": self._paused,
+            "doing": self._doing,
             "pending": None if self._pending is None else self._pending.to_dict(),
             "answered": [one.to_dict() for one in self._answered],
         }

@@ -172,7 +172,8 @@ def _run(inbox: Inbox, request: dict[str, Any]) -> dict[str, Any]:
         return inbox.status()
     if command == "wait":
         timeout_s = min(messages.integer(request, "timeout_s"), LONGEST_WAIT_S)
-        return inbox.wait(messages.integer(request, "number"), str(request.get("seen")), timeout_s)
+        seen, phase = str(request.get("seen")), str(request.get("phase", ""))
+        return inbox.wait(messages.integer(request, "number"), seen, timeout_s, phase)
     if command == "submit":
         plan = messages.check_plan(request.get("plan"))
         return inbox.submit(messages.integer(request, "epoch"), plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,55 +11,86 @@ from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.control.messages import REFUSED, MessageError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
+    NewRecords,
     Record,
     RunRecord,
     StepRecord,
     TransitionRecord,
     parse_record,
-    read_records,
 )
 from nereus_plugins.trace.show import layout_text, transition_lines
 
 TRANSITIONS = 3
 
 
-def view(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The job as JSON.
+class View:
+    """A job, looked at again and again; its records are read once.
 
-    Returns: `live`; `why` it is not; `control`, the live job's own status (None if it is not live);
-    `run`, the last `steps` `steps` and the last `transitions`, which are records; `plan`, layouts
-    by unit in words, and `epoch`.
-
-    Raises: OSError, RecordError: there are no records, or they cannot be read.
+    Args: steps: how many of the last ones to show.
     """
-    live, why = _ask(run_dir)
-    try:
-        records = _of_last_run(list(read_records(run_dir)))
-    except FileNotFoundError:
-        if live is None:
-            raise FileNotFoundError(
-                f"{run_dir} is no run directory: it has no {RECORDS_FILE}"
-            ) from None
-        records = []
-    plan, epoch, ranks = _in_force(records)
-    if live is not None:
-        job = live["job"]
-        plan = {unit: layout_text(layout) for unit, layout in job.get("plan", {}).items()} or plan
-        epoch, ranks = job["epoch"], job.get("world_size", ranks)
-    runs = [record for record in records if isinstance(record, RunRecord)]
-    return {
-        "live": live is not None,
-        "why": why,
-        "control": live,
-        "run": runs[-1].to_dict() if runs else None,
-        "plan": plan,
-        "epoch": epoch,
-        "ranks": ranks,
-        "steps": [r.to_dict() for r in records if isinstance(r, StepRecord)][-steps:],
-        "transitions": [r.to_dict() for r in records if isinstance(r, TransitionRecord)][
-            -TRANSITIONS:
-        ],
-    }
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self._run_dir = run_dir
+        self._records = NewRecords(run_dir)
+        self._run: RunRecord | None = None
+        self._steps: deque[StepRecord] = deque(maxlen=steps)
+        self._transitions: deque[TransitionRecord] = deque(maxlen=TRANSITIONS)
+        self._plan: dict[str, str] = {}
+        self._epoch = self._ranks = 0
+
+    def look(self) -> dict[str, Any]:
+        """The job as JSON.
+
+        Returns: `live`; `why` it is not; `control`, the live job's own status (None if it is not
+        live); `run`, the last `steps` and the last `transitions`, which are records; `plan`,
+        layouts by unit in words, `epoch`, and how many `ranks`.
+
+        Raises: OSError, RecordError: there are no records, or they cannot be read.
+        """
+        live, why = _ask(self._run_dir)
+        try:
+            for record in self._records.read():
+                self._take(record)
+        except FileNotFoundError:
+            if live is None:
+                raise FileNotFoundError(
+                    f"{self._run_dir} is no run directory: it has no {RECORDS_FILE}"
+                ) from None
+        plan, epoch, ranks = self._plan, self._epoch, self._ranks
+        if live is not None:
+            job = live["job"]
+            plan = {unit: layout_text(layout) for unit, layout in job.get("plan", {}).items()}
+            plan = plan or self._plan
+            epoch, ranks = job["epoch"], job.get("world_size", ranks)
+        return {
+            "live": live is not None,
+            "why": why,
+            "control": live,
+            "run": None if self._run is None else self._run.to_dict(),
+            "plan": plan,
+            "epoch": epoch,
+            "ranks": ranks,
+            "steps": [record.to_dict() for record in self._steps],
+            "transitions": [record.to_dict() for record in self._transitions],
+        }
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, RunRecord):  # a job that was started again goes on in the same file
+            self._steps.clear()
+            self._transitions.clear()
+            self._run, self._plan, self._ranks = record, {}, record.world_size
+            self._epoch = 0
+        if isinstance(record, RunRecord | StepRecord):
+            self._plan |= {unit: layout_text(layout) for unit, layout in record.plan.items()}
+        if isinstance(record, StepRecord):
+            self._steps.append(record)
+            self._epoch = record.epoch
+        if isinstance(record, TransitionRecord):
+            self._transitions.append(record)
+            if record.outcome == "committed" and record.units:
+                self._plan |= {unit: str(moved["to"]) for unit, moved in record.units.items()}
+                self._epoch = record.epoch
+                self._ranks = record.ranks.get("to", self._ranks)
 
 
 def _ask(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
@@ -73,34 +105,8 @@ def _ask(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
     return reply | {"pid": client.endpoint.pid, "host": client.endpoint.host}, ""
 
 
-def _of_last_run(records: Sequence[Record]) -> Sequence[Record]:
-    """A job that was started again goes on in the same file."""
-    starts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
-    return records[starts[-1] :] if starts else records
-
-
-def _in_force(records: Sequence[Record]) -> tuple[dict[str, str], int, int]:
-    """(layouts by unit in words, epoch, ranks) after the last record."""
-    plan: dict[str, str] = {}
-    epoch = ranks = 0
-    for record in records:
-        if isinstance(record, RunRecord | StepRecord):
-            plan |= {unit: layout_text(layout) for unit, layout in record.plan.items()}
-        if isinstance(record, RunRecord):
-            ranks = record.world_size
-        elif isinstance(record, StepRecord):
-            epoch = record.epoch
-        elif (
-            isinstance(record, TransitionRecord) and record.outcome == "committed" and record.units
-        ):
-            plan |= {unit: str(moved["to"]) for unit, moved in record.units.items()}
-            epoch = record.epoch
-            ranks = record.ranks.get("to", ranks)
-    return plan, epoch, ranks
-
-
 def lines(seen: Mapping[str, Any]) -> Iterator[str]:
-    """What `view` returned, for a person."""
+    """What `View.look` returned, for a person."""
     run, control = seen["run"], seen["control"]
     name = f"run {run['run_id']} ({run['source']})" if run else "run"
     if control is not None:
@@ -112,6 +118,8 @@ def lines(seen: Mapping[str, Any]) -> Iterator[str]:
     yield f"plan of epoch {seen['epoch']}, on {seen['ranks']} ranks"
     for unit, layout in seen["plan"].items():
         yield f"  {unit}: {layout}"
+    if control is not None and (nodes := control["job"].get("nodes")):
+        yield "  nodes: " + ", ".join(f"{n} ({count})" for n, count in Counter(nodes).items())
     if control is not None:
         yield from _commands(control)
     if seen["steps"]:
@@ -125,6 +133,8 @@ def lines(seen: Mapping[str, Any]) -> Iterator[str]:
 def _commands(control: Mapping[str, Any]) -> Iterator[str]:
     if control["paused"]:
         yield "paused: no transition is executed until `nereus resume`"
+    if control.get("doing"):
+        yield f"now: {control['doing']}"
     pending = control["pending"]
     if pending is not None:
         yield f"pending: plan {pending['number']} ({pending['state']}): {pending['what']}"

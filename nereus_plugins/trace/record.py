@@ -118,7 +118,8 @@ class TransitionRecord(Record):
     units: per unit: from, to, bytes_wire, bytes_local, seconds by phase, what was verified.
     seconds: wall seconds by phase of the whole transition as the driver saw them.
     reason: why it did not commit; empty when committed.
-    ranks: where the set of ranks changes: "from" and "to", how many; "joined" and "left", by name.
+    ranks: where the set of ranks changes: "from" and "to", how many; "joined" and "left", by name;
+        "nodes", of each rank there will be.
     knobs: by unit whose knobs change: "from" and "to".
     """
 
@@ -186,19 +187,53 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     A last line without its newline (the job died while writing) is passed over.
     Raises: RecordError naming file and line; FileNotFoundError.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / RECORDS_FILE
-    with open(file, encoding="utf-8", errors="replace") as lines:
+    file = _file_of(path)
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
-            try:
-                yield parse_record(json.loads(line))
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise RecordError(f"{file}:{number}: not JSON: {error}") from None
-            except RecordError as error:
-                raise RecordError(f"{file}:{number}: {error}") from None
+            yield _parse_line(file, number, line)
+
+
+class NewRecords:
+    """A file or run directory whose records are read as they are written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._inode = 0
+        self._read_bytes = self._lines = 0
+
+    def read(self) -> Iterator[Record]:
+        """Those since the last call; all of them where the file has been replaced or cut.
+
+        Raises: as `read_records`.
+        """
+        file = _file_of(self._path)
+        with open(file, "rb") as lines:
+            now = os.fstat(lines.fileno())
+            if now.st_ino != self._inode or now.st_size < self._read_bytes:
+                self._inode, self._read_bytes, self._lines = now.st_ino, 0, 0
+            lines.seek(self._read_bytes)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return
+                self._lines += 1
+                self._read_bytes += len(line)
+                yield _parse_line(file, self._lines, line)
+
+
+def _file_of(path: str | os.PathLike[str]) -> Path:
+    file = Path(path)
+    return file / RECORDS_FILE if file.is_dir() else file
+
+
+def _parse_line(file: Path, number: int, line: bytes) -> Record:
+    try:
+        return parse_record(json.loads(line.decode("utf-8", "replace")))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RecordError(f"{file}:{number}: not JSON: {error}") from None
+    except RecordError as error:
+        raise RecordError(f"{file}:{number}: {error}") from None
 
 
 def now_s() -> float:

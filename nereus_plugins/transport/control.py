@@ -3,7 +3,9 @@
 The store needs no process group: a vote works when a communicator is broken or a peer is dead,
 which is when it matters. Every rank writes its vote and waits until all are there. The first to
 see all of them, or to run out of patience, writes down which: "all", or the ranks that are lost.
-Every rank obeys that one decision, a rank that comes late too; so all leave a vote alike.
+Every rank obeys that one decision, a rank that comes late too; so all leave a vote alike. Who
+knows from elsewhere that a rank is dead casts an empty vote for it (`report_lost`), so that the
+others need not wait for it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import datetime
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -24,6 +26,9 @@ from nereus_plugins.transport.torch_private import clone_default_store
 _LOOK_EVERY_S = 0.01
 
 _ALL = "all"
+
+# A key that names the vote being held; the vote of a rank that is reported lost.
+_CURRENT, _LOST = "current", "null"
 
 
 class ControlError(RuntimeError):
@@ -46,7 +51,7 @@ class Vote:
 
 
 class RankLost(ControlError):
-    """Ranks did not vote in time: dead, hung, or slower than the timeout.
+    """Ranks did not vote in time: dead, hung, or slower than the timeout; or were reported lost.
 
     Attributes:
         ranks: the missing ranks, ascending.
@@ -55,11 +60,18 @@ class RankLost(ControlError):
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], phase: str, timeout_s: float, votes: Sequence[Vote] = ()
+        self,
+        ranks: tuple[int, ...],
+        phase: str,
+        timeout_s: float,
+        votes: Sequence[Vote] = (),
+        reported: bool = False,
     ) -> None:
+        why = f" within {timeout_s:g} s: dead or hung, or raise timeout_s if the phase takes longer"
+        if reported:
+            why = "; reported dead"
         super().__init__(
-            f"no vote from rank(s) {', '.join(map(str, ranks))} in phase {phase!r} within "
-            f"{timeout_s:g} s: dead or hung, or raise timeout_s if the phase takes longer"
+            f"no vote from rank(s) {', '.join(map(str, ranks))} in phase {phase!r}{why}"
         )
         self.ranks = ranks
         self.phase = phase
@@ -149,14 +161,16 @@ class Control:
         try:
             order = 0 if ok else self._store.add(against, 1)
             self._store.set(keys[self.rank], json.dumps([ok, payload, order]))
+            self._store.set(_CURRENT, prefix)
             missing = self._wait_for(keys, decision, limit_s, leave)
             proposal = json.dumps(missing) if missing else _ALL
             decided = self._store.compare_set(decision, "", proposal).decode()
             lost = [] if decided == _ALL else json.loads(decided)
             present = [rank for rank in range(self.world) if rank not in lost]
-            values = self._store.multi_get([keys[rank] for rank in present])
+            said = [json.loads(v) for v in self._store.multi_get([keys[r] for r in present])]
+            reported = [rank for rank, vote in zip(present, said, strict=True) if vote is None]
             # The last to have read removes the keys, so that the store does not grow.
-            if self._store.add(done, 1) == self.world:
+            if self._store.add(done, 1) == self.world - len(reported):
                 for key in (*keys, against, decision, done):
                     self._store.delete_key(key)
         except dist.DistNetworkError as error:
@@ -164,12 +178,14 @@ class Control:
                 f"the key-value store cannot be reached in phase {name!r}: the process that "
                 f"serves it (usually rank 0) is gone ({error})"
             ) from error
-        votes = []
-        for rank, value in zip(present, values, strict=True):
-            said, text, order = json.loads(value)
-            votes.append(Vote(rank, bool(said), str(text), int(order)))
-        if lost:
-            raise RankLost(tuple(lost), name, limit_s, votes)
+        votes = [
+            Vote(rank, bool(vote[0]), str(vote[1]), int(vote[2]))
+            for rank, vote in zip(present, said, strict=True)
+            if vote is not None
+        ]
+        if lost or reported:
+            missed = tuple(sorted([*lost, *reported]))
+            raise RankLost(missed, name, limit_s, votes, reported=not lost)
         return votes
 
     def voted_against(self, name: str) -> bool:
@@ -219,3 +235,22 @@ class Control:
                         raise PeerFailed("a peer failed in the same step")
                     time.sleep(_LOOK_EVERY_S)
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+def report_lost(store: dist.Store, prefix: str, ranks: Iterable[int]) -> None:
+    """Vote for `ranks`, which are dead, in the vote that their peers hold now: these raise RankLost
+    at once. To be called again until they have; a vote that a rank cast before its death counts.
+
+    Args: store, prefix: those of the peers' `Control`; this process need not be one of its ranks.
+
+    Raises: StoreLost.
+    """
+    votes = dist.PrefixStore(prefix, store)
+    try:
+        if not votes.check([_CURRENT]):
+            return
+        current = votes.get(_CURRENT).decode()
+        for rank in ranks:
+            votes.compare_set(f"{current}/{rank}", "", _LOST)
+    except dist.DistNetworkError as error:
+        raise StoreLost(f"the key-value store cannot be reached ({error})") from error

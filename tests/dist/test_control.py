@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from nereus_plugins.transport.control import Control, Disagreement, PeerFailed, RankLost, StoreLost
+from nereus_plugins.transport.control import (
+    Control,
+    Disagreement,
+    PeerFailed,
+    RankLost,
+    StoreLost,
+    report_lost,
+)
+from nereus_plugins.transport.torch_private import clone_default_store
 
 from .spawn import run_ranks, run_ranks_outcomes
 
@@ -72,6 +81,39 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
         ranks, spent, phase = outcome.value
         assert (ranks, phase) == ((0,), "move")
         assert spent < 5
+
+
+def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], float, str]:
+    control = Control(rank, world, timeout_s=60)
+    control.vote("warm", True)
+    if rank == 2:
+        os._exit(9)
+    over = threading.Event()
+
+    def report() -> None:
+        store = clone_default_store()
+        while not over.wait(0.5):
+            report_lost(store, "nereus", [2])
+
+    if rank == 0:
+        threading.Thread(target=report).start()
+    start = time.monotonic()
+    with pytest.raises(RankLost, match="reported dead") as caught:
+        if agree:
+            control.agree("plan", "same", leave=lambda: control.voted_against("step"))
+        control.vote("move", True)
+    over.set()
+    return caught.value.ranks, time.monotonic() - start, caught.value.phase
+
+
+@pytest.mark.parametrize(("agree", "phase"), [(False, "move"), (True, "plan")])
+def test_a_rank_that_is_reported_lost_is_not_waited_for(agree: bool, phase: str) -> None:
+    outcomes = run_ranks_outcomes(_reported, 3, agree, timeout_s=60)
+    for outcome in outcomes[:2]:
+        assert outcome.ok, outcome
+        ranks, spent, missed = outcome.value
+        assert (ranks, missed) == ((2,), phase)
+        assert spent < 10
 
 
 def _late(rank: int, world: int) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert metrics[step]["nereus/actor/ulysses"] == changed
         assert metrics[step]["nereus/critic/ulysses"] == 1
         assert metrics[step]["nereus/world_size"] == (2 if step <= steps[2] else 1)
+        assert metrics[step]["nereus/actor-train/micro_batch"] == (8 if step <= steps[2] else 4)
 
     # The job has ended: nothing is left of its endpoint, and its records still tell.
     assert not (run_dir / ENDPOINT_FILE).exists()
@@ -92,7 +93,11 @@ def _command(
     assert "plan 1: committed" in said
     assert submit("{ranks: 1}", "--epoch", "0") == 3
     assert "stale: made for epoch 0, the job is in epoch 1" in capfd.readouterr().err
-    assert submit("{ranks: 1, actor: {ulysses: 1}}") == 0
+    assert submit("{ranks: 1, actor: {ulysses: 1, micro_batch: 4}}") == 0
+    said = capfd.readouterr().out
+    phases = [said.find(f": {p} ...") for p in ("join", "prepare", "commit", "follow")]
+    assert -1 not in phases, said
+    assert phases == sorted(phases), said
     assert main(["status", run]) == 0
     return capfd.readouterr().out
 

@@ -127,6 +127,35 @@ def test_a_transition_is_shown_until_committed(
     assert said[-1] == "plan 1: committed"
 
 
+def test_phases_are_shown_while_a_plan_is_executed(
+    inbox: Inbox, run_dir: Path, plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute() -> None:
+        for phase in ("claim", "prepare"):
+            inbox.doing(phase, 3)
+            time.sleep(1.0)
+        assert main(["status", str(run_dir)]) == 0
+        commit(inbox)
+        inbox.doing("")
+
+    with driver(inbox, execute):
+        assert main(["transition", str(run_dir), str(plan)]) == 0
+    said = capsys.readouterr().out
+    first, second = (f"plan 1: executing after step 3: {x} ..." for x in ("claim", "prepare"))
+    assert 0 < said.index(first) < said.index(second) < said.index("plan 1: committed")
+    assert "now: transition after step 3: prepare" in said
+    assert main(["status", str(run_dir)]) == 0
+    assert "now:" not in capsys.readouterr().out
+
+
+def test_a_name_in_ray_takes_ray(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["pause", "ray:my-job"]) == 4
+    assert "takes Ray in this environment" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("state", ["aborted", "failed"])
 def test_a_transition_that_was_not_committed(
     inbox: Inbox, run_dir: Path, plan: Path, state: str, capsys: pytest.CaptureFixture[str]
@@ -300,7 +329,7 @@ def test_watch_ends_with_the_job(
     inbox: Inbox, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def end() -> None:
-        time.sleep(0.3)
+        time.sleep(2.0)
         (run_dir / ENDPOINT_FILE).unlink()
 
     thread = threading.Thread(target=end)

@@ -8,6 +8,7 @@ import pytest
 
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
+    NewRecords,
     RecordError,
     RecordWriter,
     RunRecord,
@@ -97,3 +98,26 @@ def test_show_prints_every_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.index("step     1") < out.index("committed in 0.50 s")
     assert show([str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
+
+
+def test_new_records_are_read_once(tmp_path: Path) -> None:
+    records = NewRecords(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        list(records.read())
+    writer = RecordWriter(tmp_path)
+    writer.write(_records()[0])
+    assert list(records.read()) == _records()[:1]
+    assert list(records.read()) == []
+    with open(writer.path, "a") as file:
+        file.write('{"schema":')
+        file.flush()
+        assert list(records.read()) == []  # a line that is being written
+        file.write("1}\n")
+    with pytest.raises(RecordError, match=r"records.jsonl:2: not a nereus record"):
+        list(records.read())
+    writer.close()
+    writer.path.unlink()
+    writer = RecordWriter(tmp_path)  # another run, started anew
+    writer.write(_records()[0])
+    writer.close()
+    assert list(records.read()) == _records()[:1]

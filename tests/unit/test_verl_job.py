@@ -286,7 +286,7 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
     aborted = {"phase": "commit", "rank": 1, "reason": "KeyError: 'x'", "lost_ranks": []}
     answers = {"prepare": [{"report": report}], "commit": [{"aborted": aborted}]}
 
-    def call(ranks: Any, phase: str, function: Any, *args: Any, change: Any = None) -> list[Any]:
+    def call(ranks: Any, phase: str, function: Any, *args: Any, **where: Any) -> list[Any]:
         if phase == "commit":
             monkeypatch.setattr(run._records, "write", no_space)
             monkeypatch.setattr(run._journal, "_append", no_space)

@@ -27,6 +27,7 @@ def call_all(
     hopeless: Callable[[Any], str] = lambda result: "",
     each: Sequence[tuple[Any, ...]] | None = None,
     without: Callable[[int, str], Any] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Run `function(worker, *args)` in every worker process; results by rank.
 
@@ -38,6 +39,7 @@ def call_all(
         each: by rank, further arguments.
         without: for a rank and how it failed, the result to go on with; it raises WorkersFailed
             where the job cannot go on without that rank (as by default, without any).
+        meanwhile: called now and then while answers are waited for.
 
     Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
     """
@@ -60,6 +62,8 @@ def call_all(
                 results[rank] = without(rank, failure)
             if reason := hopeless(results[rank]):
                 raise WorkersFailed(reason)
+        if pending:
+            meanwhile()
         if pending and time.monotonic() > deadline:
             ranks = ", ".join(str(r) for r in sorted(pending.values()))
             failure = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from nereus_plugins.control import messages
+from nereus_plugins.control import by_ray, messages
 from nereus_plugins.control.inbox import Inbox
 from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
@@ -76,6 +76,7 @@ class VerlJob:
         self._last: StepRecord | None = None
         self._inbox = Inbox(self._check_submitted)
         self._server: Server | None = None
+        self._sign: Any = None
 
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
@@ -121,6 +122,7 @@ class VerlJob:
 
     def close(self) -> None:
         """Take no more commands."""
+        self._sign = None
         if self._server is not None:
             self._server.close()
 
@@ -284,12 +286,18 @@ class VerlJob:
         except OSError as error:
             say(f"takes no commands while it runs (nereus.control): {error}")
         else:
+            name = str(jobconfig.select(self.checked.config, "trainer.experiment_name", ""))
+            self._sign = by_ray.publish(self.checked.run_dir, run_id, name)
             say(f"takes commands: nereus status {self.checked.run_dir}")
 
     def _inform(self) -> None:
         """Tell those who command the job how it is now."""
         self._inbox.inform(
-            epoch=self._epoch, step=self._step, world_size=len(self._ranks), plan=self.layouts()
+            epoch=self._epoch,
+            step=self._step,
+            world_size=len(self._ranks),
+            nodes=[rank.host for rank in self._ranks.current],
+            plan=self.layouts(),
         )
         if self._server is not None:
             try:
@@ -335,6 +343,7 @@ class VerlJob:
             self._step,
             {n: (self._layouts[n], t) for n, t in changes.items()},
             {n: (self._knobs[n], new) for n, new in after.items() if new != self._knobs[n]},
+            self._inbox.doing,
         )
         if changes or run.knobs:
             say(f"step {self._step}: {run.listed()} ...")
@@ -363,6 +372,7 @@ class VerlJob:
         return self._finished(run)
 
     def _finished(self, run: _Run) -> TransitionRecord:
+        self._inbox.doing("")
         record = run.record()
         say(f"step {self._step}: {run.summary()}")
         self._record(record)
@@ -452,7 +462,7 @@ class VerlJob:
         node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
 
         def call(phase: str, function: Any, *args: Any) -> list[Any]:
-            return self._call(ranks, phase, function, *args, change=change)
+            return self._call(ranks, phase, function, *args, change=change, epoch=run.epoch)
 
         with run.timed("prepare"):
             budget = self._budget(call, list(changes))
@@ -495,17 +505,33 @@ class VerlJob:
         function: Any,
         *args: Any,
         change: Change | None = None,
+        epoch: int = 0,
     ) -> list[Any]:
+        lost: list[int] = []
+
         def hopeless(answer: Any) -> str:
             return _lost_ranks(answer, change)
 
         def without(rank: int, failure: str) -> Any:
+            if change is None:
+                raise WorkersFailed(failure)
+            lost.append(rank)
+            # The new layout is whole without the ranks that leave. Where the others have not
+            # switched to it they say so, and the job ends.
+            if change.leaves(rank) and phase == "commit":
+                return {}
+            if change.leaves(rank) and phase == "release":
+                return {"report": {}, "failed": failure}
             # Before the commit the old layout is whole without the ranks that were to join. The
-            # others notice by themselves, and abort.
+            # others abort once they know.
             before_commit = phase in ("free_memory", "prepare", "commit")
-            if change is None or not change.can_lose(rank) or not before_commit:
+            if not change.can_lose(rank) or not before_commit:
                 raise WorkersFailed(failure)
             return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}
+
+        def meanwhile() -> None:
+            if change is not None:
+                change.report_lost(lost, worker.votes_of(epoch))
 
         patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
         return call_all(
@@ -516,6 +542,7 @@ class VerlJob:
             timeout_s=patience,
             hopeless=hopeless,
             without=without,
+            meanwhile=meanwhile,
         )
 
     def _budget(self, call: Callable[..., list[Any]], names: list[str]) -> int | None:
@@ -586,7 +613,10 @@ def _lost_ranks(answer: Any, change: Change | None) -> str:
 
 
 class _Run:
-    """One transition as the driver sees it, on its way to a record."""
+    """One transition as the driver sees it, on its way to a record.
+
+    Args: doing: told each phase as it begins, and the step.
+    """
 
     def __init__(
         self,
@@ -594,7 +624,9 @@ class _Run:
         step: int,
         changes: Mapping[str, tuple[Layout, Layout]],
         knobs: Mapping[str, tuple[UnitKnobs, UnitKnobs]],
+        doing: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
+        self._doing = doing
         self.epoch = epoch
         self.step = step
         self.changes = changes
@@ -609,6 +641,7 @@ class _Run:
         self.seconds: dict[str, float] = {}
 
     def timed(self, phase: str) -> Timed:
+        self._doing(phase, self.step)
         return Timed(self.seconds, phase)
 
     def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from nereus_verl.worker import RankState
 
 
+# Where in the store of a change its ranks vote, and what their votes while they join are called.
+VOTES, JOIN = "votes", "nereus.join"
+
+
 @dataclass
 class RanksChange:
     """A change of the set of ranks under way, as one process sees it.
@@ -48,6 +52,8 @@ class RanksChange:
         address, port: of the store of the new world.
         old, union, new: the worlds; `new` is None where this process leaves.
         before: what ran transitions in the old world.
+        votes: where the ranks of the union vote, a connection to the store of its own; the driver
+            knows it too.
     """
 
     rank: int
@@ -56,6 +62,7 @@ class RanksChange:
     port: int
     old: dist.ProcessGroup
     before: RankTransition
+    votes: dist.Store
     union: dist.ProcessGroup | None = None
     new: dist.ProcessGroup | None = None
 
@@ -91,14 +98,23 @@ def join(
     Raises: RuntimeError where peers did not come; `withdraw` goes back.
     """
     timeout_s = state.options.timeout_s
-    change = RanksChange(rank, tuple(order), address, port, current_world(), state.transition)
+    limit = datetime.timedelta(seconds=timeout_s / 2)
+    connection = dist.TCPStore(address, port, is_master=False, timeout=limit)
+    change = RanksChange(
+        rank,
+        tuple(order),
+        address,
+        port,
+        current_world(),
+        state.transition,
+        dist.PrefixStore(VOTES, connection),
+    )
     state.change = change
     store = state.store
     if change.target != 0 or store is None:
-        limit = datetime.timedelta(seconds=timeout_s / 2)
         store = dist.TCPStore(address, port, is_master=False, timeout=limit)
     # Ranks that were never in one world have formed different numbers of groups.
-    control = Control(rank, size, timeout_s=timeout_s, store=dist.PrefixStore("join", store))
+    control = Control(rank, size, timeout_s=timeout_s, store=change.votes, prefix=JOIN)
     votes = control.vote("groups", True, str(groups_named()))
     name_groups_from(max(int(vote.payload) for vote in votes))
     # Ranks wait half as long as the driver's votes, so that they can still say what failed.
@@ -112,7 +128,7 @@ def join(
         {name: _UnitOnTheMove(unit, change) for name, unit in state.units.items()},
         rank=rank,
         world=size,
-        control=Control(rank, size, timeout_s=timeout_s),
+        control=control,
         options=state.options,
     )
     state.transition.epoch = change.before.epoch

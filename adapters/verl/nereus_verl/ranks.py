@@ -7,20 +7,24 @@ free, then new placement groups of one seat each; a group without ranks is given
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch.distributed as dist
 
 from nereus_plugins.gtg.scalars import derived_seed
-from nereus_verl import verl_private, worker
+from nereus_plugins.transport.control import ControlError, report_lost
+from nereus_verl import membership, verl_private, worker
 from nereus_verl.driver import WorkersFailed, call_all
 
 SETUP_TIMEOUT_S = 600.0
 # A phase has many steps, each of which may use up the ranks' own time limit before it fails.
 DRIVER_PATIENCE = 4.0
+REPORT_WITHIN_S = 5.0
 # Numbers of verl's own first processes are far below; none is ever given twice.
 FIRST_NUMBER = 1000
 
@@ -46,7 +50,7 @@ class Setup:
 class Rank:
     """One rank's process.
 
-    worker: Ray handle. name: of its actor. group, bundle: its seat. host: its node's name.
+    worker: Ray handle. name: of its actor. group, bundle: its seat. host: its node's address.
     """
 
     worker: Any
@@ -152,6 +156,8 @@ class Change:
         self._world = world
         self._joined: list[Rank] = []
         self._address, self._port = "", 0
+        self._votes: dist.Store | None = None
+        self._no_votes = False
 
     @property
     def union(self) -> list[Rank]:
@@ -173,6 +179,27 @@ class Change:
     def can_lose(self, rank: int) -> bool:
         """Whether the job goes on in its old layout without this rank of the union."""
         return rank >= len(self._old)
+
+    def leaves(self, rank: int) -> bool:
+        """Whether the job goes on in its new layout without this rank of the union."""
+        return rank < len(self._old) and rank not in self._stay
+
+    def report_lost(self, ranks: Sequence[int], votes: str) -> None:
+        """Tell the other ranks of the union, which may be waiting for their votes, that `ranks` are
+        dead. To be called until they have answered.
+
+        Args: votes: the prefix of the votes that are held.
+        """
+        if not ranks or self._no_votes:
+            return
+        try:
+            if self._votes is None:
+                limit = datetime.timedelta(seconds=REPORT_WITHIN_S)
+                store = dist.TCPStore(self._address, self._port, is_master=False, timeout=limit)
+                self._votes = dist.PrefixStore(membership.VOTES, store)
+            report_lost(self._votes, votes, ranks)
+        except (dist.DistError, ControlError):
+            self._no_votes = True  # gone with the rank that served them: the others notice
 
     def claim(self, layouts: Mapping[str, Mapping[str, Any]], step: int, timeout_s: float) -> None:
         """Have processes for the ranks that join, ready to.
@@ -244,6 +271,14 @@ class Change:
             [host], "join", worker.host_store, timeout_s=limit_s
         )
         workers = [rank.worker for rank in self.union]
+        lost: list[int] = []
+
+        def without(rank: int, failure: str) -> str:
+            if not self.can_lose(rank):
+                raise WorkersFailed(failure)
+            lost.append(rank)
+            return failure
+
         answers = call_all(
             workers,
             "join",
@@ -254,16 +289,12 @@ class Change:
             self._port,
             timeout_s=limit_s,
             each=[(rank,) for rank in range(len(workers))],
-            without=self._without,
+            without=without,
+            meanwhile=lambda: self.report_lost(lost, membership.JOIN),
         )
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
         if failed:
             raise ClaimFailed(f"old and new ranks did not find each other: {failed[0]}")
-
-    def _without(self, rank: int, failure: str) -> str:
-        if not self.can_lose(rank):
-            raise WorkersFailed(failure)
-        return failure
 
     def give_back(self) -> None:
         """Be as before: old ranks in their world, what was claimed returned to Ray.
@@ -305,12 +336,13 @@ class Change:
         return replicas
 
     def to_dict(self) -> dict[str, Any]:
-        """For the record: how many ranks, and by name which joined and left."""
+        """For the record: how many ranks, by name which joined and left, all new ranks' nodes."""
         return {
             "from": len(self._old),
             "to": self._world,
             "joined": [rank.name for rank in self._joined],
             "left": [r.name for place, r in enumerate(self._old) if place not in self._stay],
+            "nodes": [rank.host for rank in self.after],
         }
 
 

@@ -280,6 +280,16 @@ def set_rank(worker_dict: Any, rank: int, world: int, address: str, port: int) -
         )
         if hasattr(getattr(worker, "checkpoint_engine", None), "is_master"):
             worker.checkpoint_engine.is_master = rank == 0
+        profiler = getattr(worker, "profiler", None)
+        if profiler is not None and profiler.check_enable():
+            if profiler.check_this_step():  # one that would go on over the boundary
+                profiler.stop(run_command=False)
+            worker.profiler = type(profiler)(
+                rank=rank,
+                config=profiler.config,
+                tool_config=profiler.tool_config,
+                save_file_prefix=profiler.save_file_prefix,
+            )
 
 
 def node_address(worker_dict: Any) -> str:

@@ -7,12 +7,12 @@ data. verl's own worker classes stay as they are; the rank's state hangs on the 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import ray
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
@@ -123,7 +123,7 @@ def setup(
     return {
         "rank": rank,
         "layouts": {name: unit.layout().to_dict() for name, unit in units.items()},
-        "host": os.uname().nodename,
+        "host": ray.util.get_node_ip_address(),
     }
 
 
@@ -275,7 +275,8 @@ def prepare(
         transition.rank,
         transition.world,
         timeout_s=state.options.timeout_s,
-        prefix=f"nereus.{epoch}",
+        store=None if state.change is None else state.change.votes,
+        prefix=votes_of(epoch),
     )
     try:
         predicted, build_bytes = None, None
@@ -299,6 +300,11 @@ def prepare(
         return {"aborted": _abort_reason(aborted)}
     state.targets = {name: layouts[name] for name in report.units}
     return {"report": report.to_dict()}
+
+
+def votes_of(epoch: int) -> str:
+    """The prefix of the votes of an attempt."""
+    return f"nereus.{epoch}"
 
 
 def _predict_all(state: RankState, layouts: Mapping[str, Layout]) -> dict[str, ShardTable]:
