@@ -38,6 +38,12 @@ def _trace(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _sim(arguments: Sequence[str]) -> int:
+    from nereus_plugins.sim.cli import main
+
+    return main(arguments)
+
+
 def _plan(arguments: Sequence[str]) -> int:
     from nereus_plugins.planner.cli import main
 
@@ -92,6 +98,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "demo": ("a real verl PPO job on CPU that changes its layout while it trains", _demo),
     "records": ("show what a run's records say: steps, transitions", _records),
     "trace": ("logs as records; series and records as traces to simulate", _trace),
+    "sim": ("policies on a trace, on a simulated cluster", _sim),
     "transition": ("submit a plan to a live job", _control("transition")),
     "status": (
         "a job's plan, last steps, memory and transitions; live or from its records",

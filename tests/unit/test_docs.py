@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from nereus_plugins.sim.constants import BASIS, Constants
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,10 +21,25 @@ def test_every_refusal_is_on_the_support_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/control.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/control.md",
+        "docs/traces.md",
+        "docs/simulator.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in link:
             assert ((ROOT / page).parent / link.split("#")[0]).exists(), f"{page}: {link}"
+
+
+def test_the_simulators_constants_are_on_its_page() -> None:
+    page = (ROOT / "docs" / "simulator.md").read_text()
+    for name, basis in BASIS.items():
+        value = getattr(Constants(), name)
+        assert f"| `{name}` | {value:g} | {basis.kind} | {basis.source} |" in page

@@ -1,0 +1,131 @@
+"""The one plan that does best on a whole trace, chosen with the trace and the truth known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from nereus_plugins.spec import GlobalPlan, SpecError
+
+from .planning import Known, Planning
+from .policies import Static
+from .world import World
+
+# Lengths this close are costed once, as the longest of them.
+_SAME = 1.1
+# What a step may hold of memory before chance is added.
+_ROOM = 0.985
+_QUANTILES = 5
+
+
+class StaticHindsight(Static):
+    """`static` with the plan of `hindsight_plan`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("static_hindsight")
+        self._world = world
+
+    def start(self, known: Known) -> GlobalPlan:
+        self._given = hindsight_plan(self._world, Planning(known))
+        return super().start(known)
+
+
+def hindsight_plan(world: World, planning: Planning) -> GlobalPlan:
+    """The plan that, held for the whole trace, takes least time under the truth.
+
+    Candidates: the planner's best for the numbers of GPUs and the lengths that the trace has, and
+    sized for the longest response. Each is costed on all conditions (lengths to 10 %) with the
+    truth and without chance; where its GPUs are missing, by what `static` falls back to, restarts
+    included. On a trace by wall clock the conditions are those that the planner's first plan meets.
+
+    Raises: SpecError: no plan gets through the trace.
+    """
+    trace = world.trace
+    counts = _counts(world, planning)
+    ordered, means = sorted(counts), sorted(trace.mean_response_tokens)
+    sizes = {counts[0], *(ordered[i] for i in _spread(len(ordered)))}
+    lengths = [trace.response_tokens(means[i]) for i in _spread(len(means))]
+    lengths.append(planning.sized_lengths())
+    found = (planning.best(size, one) for size in sorted(sizes) for one in lengths)
+    candidates = list(dict.fromkeys(plan for plan in found if plan is not None))
+    costs = _Costs(world, planning, list(_stretches(counts, trace.mean_response_tokens)))
+    best = min(candidates, key=costs.total_s, default=None)
+    if best is None or math.isinf(costs.total_s(best)):
+        raise SpecError("static_hindsight: no single plan gets through the trace")
+    return best
+
+
+class _Stretch(NamedTuple):
+    """Steps one after the other with equal GPUs and lengths. bucket: of their lengths."""
+
+    gpus: int
+    bucket: int
+    steps: int
+
+
+class _Costs:
+    def __init__(self, world: World, planning: Planning, stretches: Sequence[_Stretch]) -> None:
+        self.world = world
+        self.planning = planning
+        self.stretches = stretches
+        self.known: dict[tuple[object, int], float] = {}
+
+    def total_s(self, plan: GlobalPlan) -> float:
+        """Seconds of the trace; infinite where a step does not fit."""
+        total, now = 0.0, plan
+        for stretch in self.stretches:
+            wanted: GlobalPlan | None = plan
+            if max(plan.devices) >= stretch.gpus:
+                gone = max(now.devices) >= stretch.gpus
+                wanted = self.planning.sized(stretch.gpus) if gone else now
+            if wanted is None:
+                return math.inf
+            if wanted != now:
+                total += self.world.checkpoint_s(now) + sum(self.world.start_s(wanted).values())
+                now = wanted
+            total += stretch.steps * self._step_s(now, stretch.bucket)
+        return total
+
+    def _step_s(self, plan: GlobalPlan, bucket: int) -> float:
+        key = (plan.assignments, bucket)
+        if key not in self.known:
+            trace = self.world.trace
+            tokens = min(_SAME**bucket, float(trace.max_response_tokens))
+            workload = trace.setting.workload(trace.response_tokens(tokens))
+            result = self.world.true_estimate(plan, workload)
+            room = all(s.reserved_bytes <= _ROOM * s.capacity_bytes for s in result.stages.values())
+            self.known[key] = result.iteration_s if result.fits and room else math.inf
+        return self.known[key]
+
+
+def _counts(world: World, planning: Planning) -> list[int]:
+    """GPUs of each step."""
+    trace = world.trace
+    counts, elapsed_s = [], 0.0
+    first = planning.sized(trace.conditions(0, 0.0).gpus)
+    for step in range(trace.steps):
+        met = trace.conditions(step, elapsed_s)
+        counts.append(met.gpus)
+        if trace.indexed_by == "wall_clock" and first is not None:
+            seconds = planning.seconds(first, met.response_tokens)
+            elapsed_s += seconds or 0.0
+    return counts
+
+
+def _spread(count: int) -> list[int]:
+    return [i * (count - 1) // (_QUANTILES - 1) for i in range(_QUANTILES)]
+
+
+def _stretches(counts: Sequence[int], means: Sequence[float]) -> Iterator[_Stretch]:
+    last: _Stretch | None = None
+    for gpus, mean in zip(counts, means, strict=True):
+        bucket = max(0, math.ceil(math.log(mean) / math.log(_SAME) - 1e-9))
+        if last is not None and (last.gpus, last.bucket) == (gpus, bucket):
+            last = last._replace(steps=last.steps + 1)
+            continue
+        if last is not None:
+            yield last
+        last = _Stretch(gpus, bucket, 1)
+    if last is not None:
+        yield last

@@ -1,0 +1,128 @@
+"""What policies ask the planner for: plans for so many GPUs and such lengths, remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from nereus_plugins.cost.estimate import estimate
+from nereus_plugins.planner import plan
+from nereus_plugins.planner.search import MARGIN
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    Layout,
+    LengthDistribution,
+    ModelStage,
+    SpecError,
+)
+from nereus_plugins.trace.conditions import Setting
+
+from .job import capabilities_of
+
+
+class Known(NamedTuple):
+    """What whoever starts the job knows.
+
+    gpus, response_tokens: of the first step. max_response_tokens: the configured limit.
+    """
+
+    setting: Setting
+    gpus: int
+    response_tokens: LengthDistribution
+    max_response_tokens: int
+
+
+# Any plan in force keeps the planner to pipeline stages of equal size, the only ones that a
+# transition can reach; nothing is asked to stay near this one.
+_ANCHOR = GlobalPlan({ModelStage.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
+_NO_HURRY = 10**9
+
+
+class Planning:
+    """The planner of one job, uncalibrated; answers are kept."""
+
+    def __init__(self, known: Known) -> None:
+        self.known = known
+        self._best: dict[tuple[int, LengthDistribution, float], GlobalPlan | None] = {}
+
+    def best(
+        self, gpus: int, response_tokens: LengthDistribution, memory: float = 1.0
+    ) -> GlobalPlan | None:
+        """The fastest plan that fits, None if none does.
+
+        memory: the part of each GPU's memory to plan for.
+        """
+        key = (gpus, response_tokens, memory)
+        if key not in self._best:
+            setting = self.known.setting
+            cluster = setting.cluster
+            if memory != 1.0:
+                less = round(memory * cluster.gpu.memory_bytes)
+                gpu = dataclasses.replace(cluster.gpu, memory_bytes=less)
+                cluster = dataclasses.replace(cluster, gpu=gpu)
+            try:
+                found = plan(
+                    setting.job,
+                    cluster,
+                    setting.workload(response_tokens),
+                    gpus=gpus,
+                    capabilities=capabilities_of(setting.job),
+                    current=_ANCHOR,
+                    horizon_steps=_NO_HURRY,
+                )
+                self._best[key] = found.plan if found.estimate.fits else None
+            except SpecError:
+                self._best[key] = None
+        return self._best[key]
+
+    def sized(self, gpus: int, memory: float = 1.0) -> GlobalPlan | None:
+        """The fastest plan for the first lengths in which the longest allowed response fits."""
+        return self.best(gpus, self.sized_lengths(), memory)
+
+    def sized_lengths(self) -> LengthDistribution:
+        """The first lengths, with one response of a step at the configured limit."""
+        setting = self.known.setting
+        sequences = setting.prompts_per_step * setting.samples_per_prompt
+        return with_longest(
+            self.known.response_tokens, self.known.max_response_tokens, 1.0 / max(2, sequences)
+        )
+
+    def seconds(
+        self, chosen: GlobalPlan, response_tokens: LengthDistribution, memory: float = 1.0
+    ) -> float | None:
+        """Predicted seconds of an iteration, None if it does not fit with the planner's margin.
+
+        memory: the part of each GPU's memory to fit into.
+        """
+        setting = self.known.setting
+        workload = setting.workload(response_tokens)
+        try:
+            result = estimate(setting.job, chosen, setting.cluster, workload)
+        except SpecError:
+            return None
+        part = memory * (1.0 - MARGIN)
+        room = all(s.reserved_bytes <= part * s.capacity_bytes for s in result.stages.values())
+        return result.iteration_s if room and result.fits else None
+
+
+def with_longest(lengths: LengthDistribution, tokens: int, share: float) -> LengthDistribution:
+    """The same lengths, but for the `share` longest, which have `tokens`."""
+    points = [(p, min(t, float(tokens))) for p, t in _points(lengths) if p < 1.0 - share]
+    edge = max(1.0 - share, points[-1][0] + 1e-12)
+    points.append((edge, min(lengths.quantile(min(edge, 1.0 - 1e-12)), float(tokens))))
+    points.append((edge + (1.0 - edge) / 1000, float(tokens)))
+    points.append((1.0, float(tokens)))
+    return LengthDistribution("quantiles", quantiles=tuple(points), max_tokens=tokens)
+
+
+def _points(lengths: LengthDistribution) -> tuple[tuple[float, float], ...]:
+    if lengths.quantiles is not None:
+        return lengths.quantiles
+    grid = [i / 64 for i in range(1, 64)]
+    first = lengths.quantile(1e-9)
+    return (
+        (0.0, first),
+        *((p, lengths.quantile(p)) for p in grid),
+        (1.0, lengths.quantile(1 - 1e-9)),
+    )

@@ -1,0 +1,218 @@
+"""Who decides what plan a simulated job runs in. Each is as strong as its definition allows.
+
+static            the planner's best for the first conditions, sized so that the longest allowed
+                  response fits. Where its GPUs are taken, it is restarted on what is left, and
+                  again once they are back: nothing else changes it
+dp_scaling        static's TP and PP; DP follows the GPUs, by transitions
+static_hindsight  as static, but the one plan that does best on the whole trace (hindsight.py)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+from nereus_plugins.cost.estimate import check_layout
+from nereus_plugins.planner.candidates import knob_choices
+from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
+
+from .job import Failure, SimulatedJob
+from .planning import Known, Planning
+
+S = ModelStage
+
+
+class Decision(NamedTuple):
+    """A plan for the step that comes next. restart: through a checkpoint, not by a transition."""
+
+    plan: GlobalPlan
+    restart: bool = False
+
+
+class Policy(Protocol):
+    """Asked at every boundary. It may know of the trace what a job can: the GPUs that are there,
+    and what it has observed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def start(self, known: Known) -> GlobalPlan:
+        """The plan the job starts in. Raises: SpecError: none fits."""
+        ...
+
+    def decide(self, job: SimulatedJob) -> Decision | None:
+        """What to do before the step that comes next; None: nothing."""
+        ...
+
+    def refused(self, job: SimulatedJob, decision: Decision) -> None:
+        """No order of moves of this transition fits in memory; the policy is asked once more."""
+        ...
+
+    def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
+        """The plan to start again in after a failure. Raises: SpecError: none fits."""
+        ...
+
+
+# After each failure for want of memory, plans are made for this much less of it.
+LESS_MEMORY = 0.94
+
+
+class Static:
+    """See the module's docstring."""
+
+    def __init__(self, name: str = "static", own: GlobalPlan | None = None) -> None:
+        self.name = name
+        self.memory = 1.0
+        self._given = own
+        self.planning: Planning
+        self.own: GlobalPlan
+
+    def start(self, known: Known) -> GlobalPlan:
+        self.planning = Planning(known)
+        self.memory = 1.0
+        self.own = self._given or self.sized(known.gpus)
+        if max(self.own.devices) >= known.gpus:
+            return self.sized(known.gpus)
+        return self.own
+
+    def decide(self, job: SimulatedJob) -> Decision | None:
+        there, now = job.available(), job.describe()
+        if max(self.own.devices) < there:
+            return None if now == self.own else Decision(self.own, restart=True)
+        if max(now.devices) < there:
+            return None
+        return Decision(self.sized(there), restart=True)
+
+    def refused(self, job: SimulatedJob, decision: Decision) -> None:
+        pass  # it makes no transitions
+
+    def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
+        if failure.kind != "gpus":
+            self.memory *= LESS_MEMORY
+        found = self.sized(job.available())
+        if failure.kind != "gpus" and job.describe() == self.own:
+            self.own = found
+        return found
+
+    def sized(self, gpus: int) -> GlobalPlan:
+        """The best plan for the first lengths on at most so many GPUs."""
+        found = self.planning.sized(gpus, self.memory)
+        if found is None:
+            raise SpecError(f"{self.name}: no plan fits {gpus} GPUs with the longest response")
+        return found
+
+
+class DPScaling:
+    """See the module's docstring."""
+
+    name = "dp_scaling"
+
+    def __init__(self) -> None:
+        self.fixed = Static("dp_scaling")
+        self._scaled: dict[tuple[int, float], GlobalPlan | None] = {}
+        # Pairs of plans between which no transition was possible.
+        self._impossible: set[tuple[object, object]] = set()
+
+    def start(self, known: Known) -> GlobalPlan:
+        self._scaled.clear()
+        self._impossible.clear()
+        return self.fixed.start(known)
+
+    def decide(self, job: SimulatedJob) -> Decision | None:
+        there, now = job.available(), job.describe()
+        taken = max(now.devices) >= there
+        target = self._for(there)
+        if target is None:  # not even one replica of this TP and PP
+            return self.fixed.decide(job) if taken else None
+        if target.assignments == now.assignments:
+            return None
+        pair = (now.assignments, target.assignments)
+        if pair in self._impossible:
+            return Decision(target, restart=True) if taken else None
+        return Decision(target)
+
+    def refused(self, job: SimulatedJob, decision: Decision) -> None:
+        self._impossible.add((job.describe().assignments, decision.plan.assignments))
+
+    def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
+        if failure.kind != "gpus":
+            self.fixed.memory *= LESS_MEMORY
+        target = self._for(job.available())
+        return target if target is not None else self.fixed.sized(job.available())
+
+    def _for(self, gpus: int) -> GlobalPlan | None:
+        key = (gpus, self.fixed.memory)
+        if key not in self._scaled:
+            self._scaled[key] = scaled(self.fixed.own, gpus, self.fixed.planning, key[1])
+        return self._scaled[key]
+
+
+def scaled(
+    own: GlobalPlan, gpus: int, planning: Planning, memory: float = 1.0
+) -> GlobalPlan | None:
+    """The plan with its DP for so many GPUs; its other dimensions stay.
+
+    Parts of the cluster keep their shares. Knobs stay where the longest response fits with them,
+    else they are the fastest with which it does. None where not even one replica, or no knobs, fit.
+    """
+    parts: dict[tuple[int, ...], list[ModelStage]] = {}
+    for stage, assignment in own.assignments.items():
+        parts.setdefault(assignment.devices, []).append(stage)
+    total = 1 + max(own.devices)
+    start = 0
+    assignments: dict[ModelStage, Assignment] = {}
+    for place in sorted(parts, key=min):
+        room = gpus - start if len(parts) == 1 else len(place) * gpus // total
+        used = 0
+        for stage in parts[place]:
+            before = own.assignments[stage]
+            layout = _with_dp(before.layout, room, stage, planning)
+            if layout is None:
+                return None
+            devices = tuple(range(start, start + layout.world_size))
+            assignments[stage] = Assignment(layout, before.knobs, devices)
+            used = max(used, layout.world_size)
+        start += max(used, room) if len(parts) > 1 else used
+    plan = GlobalPlan(assignments, name=f"dp for {gpus}")
+    return _with_knobs_that_fit(plan, planning, memory)
+
+
+def _with_dp(layout: Layout, room: int, stage: ModelStage, planning: Planning) -> Layout | None:
+    each = layout.world_size // layout.dp
+    for dp in range(room // each, 0, -1):
+        try:
+            made = dataclasses.replace(layout, dp=dp)
+            if stage is not S.ACTOR_GENERATE:
+                check_layout(made, planning.known.setting.job.model_of(stage))
+        except SpecError:
+            continue
+        return made
+    return None
+
+
+def _with_knobs_that_fit(plan: GlobalPlan, planning: Planning, memory: float) -> GlobalPlan | None:
+    """The plan where it fits; else with the fastest other knobs of the trained units."""
+    lengths = planning.sized_lengths()
+    if planning.seconds(plan, lengths, memory) is not None:
+        return plan
+    workload = planning.known.setting.workload(lengths)
+    found: list[tuple[float, GlobalPlan]] = []
+    for trained in knob_choices(workload, trains=True):
+        for away in (False, True):
+            assignments = {}
+            for stage, a in plan.assignments.items():
+                knobs = a.knobs
+                if stage is not S.ACTOR_GENERATE:
+                    trains = stage.model in ("actor", "critic")
+                    knobs = dataclasses.replace(
+                        trained if trains else Knobs(),
+                        token_budget_tokens=trained.token_budget_tokens,
+                        offload_params=away,
+                        offload_optimizer=away and trains,
+                    )
+                assignments[stage] = Assignment(a.layout, knobs, a.devices)
+            other = GlobalPlan(assignments, name=plan.name)
+            seconds = planning.seconds(other, lengths, memory)
+            if seconds is not None:
+                found.append((seconds, other))
+    return min(found, key=lambda f: f[0])[1] if found else None

@@ -1,0 +1,201 @@
+"""Running policies through a trace, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nereus_plugins.job import Proposal
+from nereus_plugins.spec import SpecError
+from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord
+
+from .hindsight import StaticHindsight
+from .job import Failure, SimulatedJob
+from .planning import Known
+from .policies import Decision, DPScaling, Policy, Static
+from .world import World
+
+POLICIES: Mapping[str, Callable[[World], Policy]] = {
+    "static": lambda world: Static(),
+    "dp_scaling": lambda world: DPScaling(),
+    "static_hindsight": StaticHindsight,
+}
+# A step that fails this often in a row ends the run.
+MOST_FAILURES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One policy on one trace under one seed; all figures simulated.
+
+    Attributes:
+        steps: how many were run to their end, those run again after a failure included.
+        run_s: from the first to the last, all transitions and failures included.
+        step_s_mean, step_s_p50, step_s_p99: of steps alone.
+        tokens_per_s_per_gpu: tokens of the trace's steps (once each) over GPU seconds used.
+        gpu_hours: of the GPUs that the plan in force used, over the whole run.
+        transitions, restarts: that were committed. transition_share: of both, of run_s.
+        stall_s: their seconds by phase.
+        oom, failures: steps that ran out of memory, and that failed for any reason.
+        stopped: why the run did not reach its end; empty if it did.
+    """
+
+    policy: str
+    steps: int
+    run_s: float
+    step_s_mean: float
+    step_s_p50: float
+    step_s_p99: float
+    tokens_per_s_per_gpu: float
+    gpu_hours: float
+    transitions: int
+    restarts: int
+    transition_share: float
+    stall_s: Mapping[str, float]
+    oom: int
+    failures: int
+    stopped: str
+
+    def to_dict(self) -> dict[str, Any]:
+        out = dataclasses.asdict(self)
+        del out["policy"]
+        return out
+
+
+def run(world: World, name: str, records: Path | None = None) -> Result:
+    """Run one policy to the trace's end.
+
+    Args:
+        name: one of `POLICIES`.
+        records: a directory for the run's records.
+
+    Raises: SpecError: no plan to start in; OSError.
+    """
+    trace = world.trace
+    if name not in POLICIES:
+        raise SpecError(f"no policy {name!r}: choose from {', '.join(POLICIES)}")
+    policy = POLICIES[name](world)
+    first = trace.conditions(0, 0.0)
+    known = Known(trace.setting, first.gpus, first.response_tokens, trace.max_response_tokens)
+    plan = policy.start(known)
+    writer = RecordWriter(records) if records is not None else None
+    try:
+        job = SimulatedJob(
+            world, plan, name=f"{trace.name}/{name}", on_record=writer.write if writer else None
+        )
+        return _result(name, job, _through(job, policy))
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _through(job: SimulatedJob, policy: Policy) -> tuple[float, str]:
+    """(GPU seconds, why it stopped early)."""
+    gpu_s = 0.0
+    failing: list[Failure] = []
+    while job.step < job.world.trace.steps:
+        before_s, ranks = job.elapsed_s, 1 + max(job.describe().devices)
+        try:
+            _decide(job, policy)
+            outcome = job.advance()
+            if isinstance(outcome, Failure):
+                failing.append(outcome)
+                if len(failing) > MOST_FAILURES:
+                    return gpu_s, f"step {outcome.step + 1}: {outcome.reason}"
+                job.recover(policy.recover(job, outcome), outcome)
+            elif failing and job.step > failing[-1].step:
+                failing.clear()
+        except SpecError as error:
+            return gpu_s, f"step {job.step + 1}: {error}"
+        gpu_s += (job.elapsed_s - before_s) * max(ranks, 1 + max(job.describe().devices))
+    return gpu_s, ""
+
+
+def _decide(job: SimulatedJob, policy: Policy) -> None:
+    decision = policy.decide(job)
+    if decision is not None and not _apply(job, decision):
+        policy.refused(job, decision)
+        again = policy.decide(job)
+        if again is not None:
+            _apply(job, again)
+
+
+def _apply(job: SimulatedJob, decision: Decision) -> bool:
+    if decision.restart:
+        return job.restart(decision.plan).outcome == "committed"
+    return job.execute(Proposal(job.epoch(), decision.plan)).outcome == "committed"
+
+
+def _result(name: str, job: SimulatedJob, ended: tuple[float, str]) -> Result:
+    gpu_s, stopped = ended
+    steps = [r for r in job.records if isinstance(r, StepRecord)]
+    moves = [r for r in job.records if isinstance(r, TransitionRecord)]
+    committed = [r for r in moves if r.outcome == "committed"]
+    restarts = [r for r in committed if "relaunch" in r.seconds]
+    failed = [r for r in moves if r.outcome == "failed"]
+    stall: dict[str, float] = {}
+    for record in committed:
+        for phase, seconds in record.seconds.items():
+            stall[phase] = stall.get(phase, 0.0) + seconds
+    step_s = np.array([r.step_s for r in steps] or [0.0])
+    # A step that was run again made its tokens once.
+    tokens = {r.step: r.tokens["total"] for r in steps}
+    return Result(
+        policy=name,
+        steps=len(steps),
+        run_s=job.elapsed_s,
+        step_s_mean=float(step_s.mean()),
+        step_s_p50=float(np.quantile(step_s, 0.5)),
+        step_s_p99=float(np.quantile(step_s, 0.99)),
+        tokens_per_s_per_gpu=sum(tokens.values()) / gpu_s if gpu_s else 0.0,
+        gpu_hours=gpu_s / 3600.0,
+        transitions=len(committed) - len(restarts),
+        restarts=len(restarts),
+        transition_share=sum(stall.values()) / job.elapsed_s if job.elapsed_s else 0.0,
+        stall_s=stall,
+        oom=sum("out of memory" in r.reason for r in failed),
+        failures=len(failed),
+        stopped=stopped,
+    )
+
+
+def report(world: World, results: Sequence[Result]) -> dict[str, Any]:
+    """Everything that a reader of the figures must know, JSON-able."""
+    trace = world.trace
+    return {
+        "simulated": True,
+        "trace": trace.name,
+        "indexed_by": trace.indexed_by,
+        "steps": trace.steps,
+        "seed": world.seed,
+        "note": trace.note,
+        "assumptions": list(trace.assumptions),
+        "constants": dataclasses.asdict(world.constants),
+        "truth": dataclasses.asdict(world.truth.spec),
+        "policies": {result.policy: result.to_dict() for result in results},
+    }
+
+
+def text(world: World, results: Sequence[Result]) -> str:
+    """The report as a table."""
+    trace = world.trace
+    lines = [
+        f"SIMULATED, not measured: trace {trace.name}, {trace.steps} steps by {trace.indexed_by}, "
+        f"seed {world.seed}",
+        trace.note,
+        "",
+        f"{'policy':18} {'step s':>9} {'p50':>9} {'p99':>9} {'tok/s/GPU':>10} {'run h':>8} "
+        f"{'GPU h':>9} {'trans':>6} {'restarts':>8} {'share':>8} {'oom':>4}",
+    ]
+    for r in results:
+        lines.append(
+            f"{r.policy:18} {r.step_s_mean:9.2f} {r.step_s_p50:9.2f} {r.step_s_p99:9.2f} "
+            f"{r.tokens_per_s_per_gpu:10.1f} {r.run_s / 3600:8.1f} {r.gpu_hours:9.0f} "
+            f"{r.transitions:6d} {r.restarts:8d} {100 * r.transition_share:7.3f}% {r.oom:4d}"
+            + (f"  STOPPED at {r.stopped}" if r.stopped else "")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""What a transition between two plans costs on the simulated cluster.
+
+The graph is the one that a live job would compile and execute: shards predicted on both sides,
+moves, schedule, memory; its critical path under links, memory and the constants is the stall.
+Compiled once for each pair of plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nereus_plugins.cost.estimate import resolve_gpu
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.emu.moves import plan_moves
+from nereus_plugins.emu.table import ShardTable
+from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph
+from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
+from nereus_plugins.gtg.estimate import byte_bound_s, estimate, link_loads
+from nereus_plugins.gtg.graph import Graph, Step
+from nereus_plugins.gtg.planned import planned_units
+from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, SpecError
+
+from .constants import Constants
+
+
+@dataclasses.dataclass(frozen=True)
+class TransitionCost:
+    """One transition.
+
+    Attributes:
+        mode: "intact", "staged", or "unchanged" where no state moves.
+        seconds: by phase; they add up to the stall.
+        bound_s: the least that any transition of these bytes takes: the largest of a rank's bytes
+            over its link.
+        units: by unit that moves, what a record says of it.
+        digest: of the compiled schedule.
+    """
+
+    mode: str
+    seconds: Mapping[str, float]
+    bound_s: float
+    units: Mapping[str, Any]
+    digest: str
+
+    @property
+    def stall_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Transitions:
+    """Costs of transitions of one job; `cost` is cached by pair of plans."""
+
+    def __init__(self, job: JobSpec, cluster: ClusterSpec, constants: Constants) -> None:
+        self.job = job
+        self.cluster = cluster
+        self.constants = constants
+        self.units = planned_units(job)
+        if not self.units:
+            raise SpecError(
+                f"backend={job.backend}: its state cannot be predicted, so transitions cannot be "
+                "simulated; use megatron or fsdp"
+            )
+        self._tables: dict[tuple[str, Assignment], ShardTable] = {}
+        self._known: dict[tuple[object, object], TransitionCost | InfeasibleTransition] = {}
+
+    def cost(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
+        """Raises: InfeasibleTransition: the target does not fit beside what cannot be parked."""
+        key = (old.assignments, new.assignments)
+        if key not in self._known:
+            try:
+                self._known[key] = self._compiled(old, new)
+            except InfeasibleTransition as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, InfeasibleTransition):
+            raise known
+        return known
+
+    def state_bytes_on_node(self, plan: GlobalPlan) -> float:
+        """Bytes of trained state on the fullest node: what a checkpoint writes and reads there."""
+        nodes = np.zeros(self.cluster.nodes)
+        for unit in self.units:
+            if unit.optimizer is not None:
+                storages = self._table(unit, plan.assignments[unit.stage]).storages
+                np.add.at(nodes, storages.rank // self.cluster.gpus_per_node, storages.nbytes)
+        return float(nodes.max())
+
+    def _table(self, unit: PlannedUnit, assignment: Assignment) -> ShardTable:
+        # Knobs move nothing.
+        key = (unit.name, Assignment(assignment.layout, devices=assignment.devices))
+        if key not in self._tables:
+            if len(self._tables) > 16:  # a table of 1,024 ranks takes tens of megabytes
+                self._tables.pop(next(iter(self._tables)))
+            self._tables[key] = unit.table(assignment)
+        return self._tables[key]
+
+    def _compiled(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
+        changes = []
+        for unit in self.units:
+            source, target = old.assignments[unit.stage], new.assignments[unit.stage]
+            if (source.layout, source.devices) != (target.layout, target.devices):
+                changes.append(
+                    UnitChange(
+                        name=unit.name,
+                        source_layout=source.layout,
+                        target_layout=target.layout,
+                        source=self._table(unit, source),
+                        target=self._table(unit, target),
+                    )
+                )
+        seconds = {"rollout": self._rollout_s(old, new)}
+        if not changes:
+            mode = "unchanged"
+            return TransitionCost(mode, {k: v for k, v in seconds.items() if v}, 0.0, {}, "")
+        world = 1 + max(*old.devices, *new.devices)
+        node_of = np.arange(world, dtype=np.int32) // self.cluster.gpus_per_node
+        moves = {}
+        for change in changes:
+            assert change.target is not None  # predicted on both sides
+            moves[change.name] = plan_moves(change.source, change.target, node_of=node_of)
+        on_host = self._offloaded(old) or self._offloaded(new)
+        graph = build_graph(
+            changes,
+            world=world,
+            memory_budget_bytes=None if on_host else self._budget_bytes(),
+            moves=moves,
+        )
+        schedule = compile_graph(graph)
+        result = estimate(schedule, self.cluster, self.constants.step_costs(self.cluster, world))
+        seconds |= result.seconds_by_step
+        if on_host:
+            # State that rests in host memory passes the GPU on both sides.
+            most = result.peak_bytes.max() / resolve_gpu(self.cluster).host_bytes_s
+            seconds["park"] = seconds.get("park", 0.0) + float(most)
+        return TransitionCost(
+            mode="staged" if on_host else schedule.mode,
+            seconds={name: spent for name, spent in seconds.items() if spent > 0},
+            bound_s=byte_bound_s(graph.traffic, world, self.cluster),
+            units=_units(graph, changes),
+            digest=schedule.digest,
+        )
+
+    def _budget_bytes(self) -> int:
+        return int(self.cluster.gpu.memory_bytes - OUTSIDE_TORCH_BYTES)
+
+    def _offloaded(self, plan: GlobalPlan) -> bool:
+        return any(plan.assignments[unit.stage].knobs.offload_optimizer for unit in self.units)
+
+    def _rollout_s(self, old: GlobalPlan, new: GlobalPlan) -> float:
+        """Engines that the old plan has not are started, all at once; others stay."""
+        stage = ModelStage.ACTOR_GENERATE
+        if stage not in new.assignments:
+            return 0.0
+        started = _engines(new.assignments[stage]) - _engines(old.assignments[stage])
+        return self.constants.engine_start_s if started else 0.0
+
+
+def _engines(assignment: Assignment) -> set[tuple[object, ...]]:
+    size = assignment.layout.tp * assignment.layout.pp
+    devices, fraction = assignment.devices, assignment.knobs.rollout_memory_fraction
+    return {
+        (assignment.layout.tp, fraction, *devices[at : at + size])
+        for at in range(0, len(devices), size)
+    }
+
+
+def _units(graph: Graph, changes: list[UnitChange]) -> dict[str, Any]:
+    """What a live transition's record says of each unit, as far as a graph knows it."""
+    traffic = {
+        graph.units[node.unit]: graph.traffic[node.id]
+        for node in graph.nodes
+        if node.step is Step.MOVE and node.id in graph.traffic
+    }
+    one_node = np.zeros(graph.world, np.int32)
+    out = {}
+    for change in changes:
+        loads = link_loads(traffic[change.name], one_node, graph.world)
+        out[change.name] = {
+            "from": str(change.source_layout),
+            "to": str(change.target_layout),
+            "bytes_wire": int(loads.received_intra.sum() + loads.received_inter.sum()),
+            "bytes_local": int(loads.local.sum()),
+        }
+    return out
