@@ -66,11 +66,9 @@ def transition_lines(record: TransitionRecord) -> Iterator[str]:
         moved = unit.get("bytes_wire", 0)
         yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
     for name, change in record.knobs.items():
-        sides = (
-            ", ".join(f"{knob}={value}" for knob, value in change[side].items())
-            for side in ("from", "to")
-        )
-        yield f"  {name} knobs: {' -> '.join(sides)}"
+        was, now = change["from"], change["to"]
+        changed = [f"{k} {was.get(k)} -> {now.get(k)}" for k in now if was.get(k) != now.get(k)]
+        yield f"  {name} knobs: {', '.join(changed)}"
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

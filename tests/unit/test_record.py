@@ -32,6 +32,9 @@ def _records() -> list:
             step=1, epoch=1, time_unix_s=3.0, outcome="committed", reason="",
             units={"actor": {"from": "TP2", "to": "TP1", "bytes_wire": 10}},
             seconds={"prepare": 0.5, "prepare.move": 0.3}, digest="ab",
+            knobs={"critic": {
+                "from": {"train": 4, "recompute": "none"}, "to": {"train": 4, "recompute": "full"},
+            }},
         ),
     ]  # fmt: skip
 
@@ -95,6 +98,7 @@ def test_show_prints_every_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "step     1" in out
     assert "actor TP2" in out
     assert "TP2 -> TP1" in out
+    assert "critic knobs: recompute none -> full\n" in out
     assert out.index("step     1") < out.index("committed in 0.50 s")
     assert show([str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
