@@ -189,7 +189,7 @@ class SimulatedJob:
             reason = f"the plan uses {1 + max(self._plan.devices)} GPUs, {met.gpus} are there"
             return Failure(self.step, reason, "gpus", 0.0)
         workload = self.world.setting.workload(met.response_tokens)
-        result = self.world.true_estimate(self._plan, workload, self.step)
+        result = self.world.step_estimate(self._plan, workload, self.step)
         stages = sorted(result.stages.values(), key=lambda s: s.starts_s)
         broken = next((stage for stage in stages if not stage.fits), None)
         if broken is not None:

@@ -75,25 +75,32 @@ def run(world: World, name: str, records: Path | None = None) -> Result:
 
     Raises: SpecError: no plan to start in; OSError.
     """
-    trace = world.trace
     if name not in POLICIES:
         raise SpecError(f"no policy {name!r}: choose from {', '.join(POLICIES)}")
-    policy = POLICIES[name](world)
+    return through(world, POLICIES[name](world), records)
+
+
+def through(world: World, policy: Policy, records: Path | None = None) -> Result:
+    """As `run`, of a policy of the caller's own."""
+    trace = world.trace
     first = trace.conditions(0, 0.0)
     known = Known(trace.setting, first.gpus, first.response_tokens, trace.max_response_tokens)
     plan = policy.start(known)
     writer = RecordWriter(records) if records is not None else None
     try:
         job = SimulatedJob(
-            world, plan, name=f"{trace.name}/{name}", on_record=writer.write if writer else None
+            world,
+            plan,
+            name=f"{trace.name}/{policy.name}",
+            on_record=writer.write if writer else None,
         )
-        return _result(name, job, _through(job, policy))
+        return _result(policy.name, job, _to_the_end(job, policy))
     finally:
         if writer is not None:
             writer.close()
 
 
-def _through(job: SimulatedJob, policy: Policy) -> tuple[float, str]:
+def _to_the_end(job: SimulatedJob, policy: Policy) -> tuple[float, str]:
     """(GPU seconds, why it stopped early)."""
     gpu_s = 0.0
     failing: list[Failure] = []

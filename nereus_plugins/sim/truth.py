@@ -139,6 +139,13 @@ class Chance:
         self.slow[stalled] *= rng.uniform(2.0, 6.0, int(stalled.sum()))
         self.seconds *= self.slow[:, None]
 
+    def factors(self, step: int, stage: ModelStage) -> tuple[float, float]:
+        """On a stage's seconds and bytes in one step."""
+        column = STAGES.index(stage)
+        # An engine takes the share of memory it is given.
+        larger = 1.0 if stage is ModelStage.ACTOR_GENERATE else float(self.bytes[step, column])
+        return float(self.seconds[step, column]), larger
+
 
 @dataclasses.dataclass(frozen=True)
 class StepTruth:
@@ -151,13 +158,11 @@ class StepTruth:
     def seconds(
         self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
     ) -> float:
-        factor = self.chance.seconds[self.step, STAGES.index(stage)]
-        return float(factor) * self.truth.seconds(stage, assignment, predicted_s)
+        slower, _ = self.chance.factors(self.step, stage)
+        return slower * self.truth.seconds(stage, assignment, predicted_s)
 
     def bytes(
         self, stage: ModelStage, assignment: Assignment | Placed, predicted_bytes: float
     ) -> float:
-        true_bytes = self.truth.bytes(stage, assignment, predicted_bytes)
-        if stage is ModelStage.ACTOR_GENERATE:
-            return true_bytes
-        return float(self.chance.bytes[self.step, STAGES.index(stage)]) * true_bytes
+        _, larger = self.chance.factors(self.step, stage)
+        return larger * self.truth.bytes(stage, assignment, predicted_bytes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from nereus_plugins.cost.estimate import Estimate, estimate
+from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.spec import GlobalPlan, WorkloadSpec
 from nereus_plugins.trace.conditions import Trace
 
@@ -33,14 +36,42 @@ class World:
         self.truth = Truth(truth or TruthSpec(), self.seed)
         sequences = self.setting.prompts_per_step * self.setting.samples_per_prompt
         self.chance = Chance(self.truth.spec, self.seed, trace.steps, sequences)
+        self._known: dict[tuple[object, WorkloadSpec], Estimate] = {}
         self.transitions = Transitions(self.setting.job, self.setting.cluster, self.constants)
 
-    def true_estimate(
-        self, plan: GlobalPlan, workload: WorkloadSpec, step: int | None = None
-    ) -> Estimate:
-        """What an iteration really takes; with the chance of `step` where one is given."""
-        truth = self.truth if step is None else StepTruth(self.truth, self.chance, step)
-        return estimate(self.setting.job, plan, self.setting.cluster, workload, truth)
+    def true_estimate(self, plan: GlobalPlan, workload: WorkloadSpec) -> Estimate:
+        """What an iteration really takes, chance left out."""
+        key = (plan.assignments, workload)
+        if key not in self._known:
+            self._known[key] = estimate(
+                self.setting.job, plan, self.setting.cluster, workload, self.truth
+            )
+        return self._known[key]
+
+    def step_estimate(self, plan: GlobalPlan, workload: WorkloadSpec, step: int) -> Estimate:
+        """What an iteration really takes, with the chance of `step`."""
+        sure = self.true_estimate(plan, workload)
+        in_turn = sum(stage.seconds for stage in sure.stages.values())
+        if abs(in_turn - sure.iteration_s) > 1e-9 * in_turn:
+            truth = StepTruth(self.truth, self.chance, step)
+            return estimate(self.setting.job, plan, self.setting.cluster, workload, truth)
+        # Stages that take turns: chance only stretches each.
+        stages, now_s = dict(sure.stages), 0.0
+        for stage, one in sorted(sure.stages.items(), key=lambda item: item[1].starts_s):
+            slower, larger = self.chance.factors(step, stage)
+            beside = sum(one.resting.values())
+            apart = beside + OUTSIDE_TORCH_BYTES
+            held = (one.reserved_bytes - apart) * larger + apart
+            stages[stage] = dataclasses.replace(
+                one,
+                parts=tuple(dataclasses.replace(p, value=p.value * slower) for p in one.parts),
+                allocated_bytes=(one.allocated_bytes - beside) * larger + beside,
+                reserved_bytes=held,
+                starts_s=now_s,
+                fits=held <= one.capacity_bytes and not any("cannot" in n for n in one.notes),
+            )
+            now_s += slower * one.seconds
+        return Estimate(stages, now_s)
 
     def checkpoint_s(self, plan: GlobalPlan) -> float:
         """Seconds to write, or to read, the trained state."""

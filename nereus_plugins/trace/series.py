@@ -8,9 +8,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from nereus_plugins.spec import SpecError
 
@@ -124,10 +127,14 @@ def read_lengths(path: Path, run: str | None) -> Lengths:
 
 
 def read_tail(path: Path, field: str = "output_tokens") -> tuple[tuple[float, float], ...]:
-    """(probability, length over the mean) from a histogram: field, len_lo, len_hi_excl, share.
+    """(probability, length over the mean) from a histogram (field, len_lo, len_hi_excl, share), or
+    from quantiles by window (field, a column weight..., p1.0, p5.0, ...), mixed by weight.
 
     Raises: SpecError; OSError.
     """
+    header = next(iter(_rows(path, ("field",))), None)
+    if header is not None and any(_PERCENTILE.fullmatch(name) for name in header[1]):
+        return _tail_of_quantiles(path, field)
     bins: list[tuple[float, float, float]] = []
     for where, row in _rows(path, ("field", "len_lo", "len_hi_excl", "share")):
         if row["field"] != field:
@@ -152,6 +159,44 @@ def read_tail(path: Path, field: str = "output_tokens") -> tuple[tuple[float, fl
         length = low + (high - low) * min(1.0, max(0.0, inside))
         out.append((probability, round(length / mean, 5)))
     return tuple(out)
+
+
+_PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
+
+
+def _tail_of_quantiles(path: Path, field: str) -> tuple[tuple[float, float], ...]:
+    """The mixture of the windows' distributions, each linear between its quantiles."""
+    windows: list[tuple[float, list[float], list[float]]] = []
+    for where, row in _rows(path, ("field",)):
+        if row["field"] != field:
+            continue
+        weights = [name for name in row if name.startswith("weight")]
+        weight = _number(row[weights[0]], where, weights[0], 0.0) if weights else 1.0
+        points = sorted(
+            (float(match[1]) / 100.0, _number(row[name], where, name, 0.0))
+            for name in row
+            if (match := _PERCENTILE.fullmatch(name)) and 0 < float(match[1]) < 100
+        )
+        lengths = [length for _, length in points]
+        if not points or lengths != sorted(lengths) or lengths[-1] <= 0:
+            raise SpecError(f"{where}: quantiles p... must ascend and end above 0")
+        shares = [p for p, _ in points]
+        windows.append((weight, [0.0, *shares, 1.0], [lengths[0], *lengths, lengths[-1]]))
+    total = sum(weight for weight, _, _ in windows)
+    if not total:
+        raise SpecError(f"{path}: no quantiles of field {field!r}: nothing to read")
+    grid = np.unique(np.concatenate([lengths for _, _, lengths in windows]))
+    grid = np.unique(np.concatenate([grid, np.geomspace(max(1.0, grid[0]), grid[-1], 400)]))
+    below = sum(
+        weight / total * np.interp(grid, lengths, shares, left=0.0, right=1.0)
+        for weight, shares, lengths in windows
+    )
+    out = np.interp(PROBABILITIES, np.maximum.accumulate(below), grid)
+    middle = (np.arange(4000) + 0.5) / 4000
+    mean = float(np.interp(middle, PROBABILITIES, out).mean())
+    return tuple(
+        (p, round(float(length) / mean, 5)) for p, length in zip(PROBABILITIES, out, strict=True)
+    )
 
 
 def resampled(values: Sequence[float], count: int) -> list[float]:

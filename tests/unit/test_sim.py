@@ -22,7 +22,7 @@ from nereus_plugins.sim.hindsight import hindsight_plan
 from nereus_plugins.sim.job import Failure, SimulatedJob
 from nereus_plugins.sim.planning import Known, Planning, with_longest
 from nereus_plugins.sim.policies import DPScaling, Static, scaled
-from nereus_plugins.sim.truth import NO_SURPRISE, Chance, Truth, TruthSpec
+from nereus_plugins.sim.truth import NO_SURPRISE, Chance, StepTruth, Truth, TruthSpec
 from nereus_plugins.sim.world import World
 from nereus_plugins.spec import (
     Assignment,
@@ -90,6 +90,24 @@ def test_without_surprise_a_step_takes_what_the_cost_model_says() -> None:
     train = record.stages_s["update_actor"] + record.stages_s["old_log_prob"]
     assert train == pytest.approx(said.stages[S.ACTOR_TRAIN].seconds)
     assert job.elapsed_s == record.step_s == job.records[-1].time_unix_s  # type: ignore[attr-defined]
+
+
+def test_chance_on_top_of_the_truth_is_what_estimating_with_both_says() -> None:
+    world = World(trace(), seed=4)
+    plan = simple_plan(16)
+    for step in range(5):
+        workload = SETTING.workload(world.trace.conditions(step, 0.0).response_tokens)
+        quick = world.step_estimate(plan, workload, step)
+        both = StepTruth(world.truth, world.chance, step)
+        whole = estimate(SETTING.job, plan, SETTING.cluster, workload, both)
+        assert quick.iteration_s == pytest.approx(whole.iteration_s)
+        for stage, one in whole.stages.items():
+            same = quick.stages[stage]
+            assert same.seconds == pytest.approx(one.seconds)
+            assert same.reserved_bytes == pytest.approx(one.reserved_bytes)
+            assert same.allocated_bytes == pytest.approx(one.allocated_bytes)
+            assert same.starts_s == pytest.approx(one.starts_s)
+            assert same.fits == one.fits
 
 
 def test_the_job_port() -> None:

@@ -82,6 +82,23 @@ def test_holes_in_polling_are_cut_out(tmp_path: Path) -> None:
     assert found.holes_s == (89900.0,)
 
 
+def test_a_tail_from_quantiles_by_window(tmp_path: Path) -> None:
+    path = tmp_path / "windows.csv"
+    path.write_text(
+        "window_start_s,field,weight_rate,mean,p1.0,p50.0,p99.0\n"
+        "0,output_tokens,3,0,100,200,400\n0,input_tokens,9,0,1,2,3\n"
+        "600,output_tokens,1,0,1000,2000,4000\n"
+    )
+    tail = dict(series.read_tail(path))
+    assert tail[1.0] / tail[0.0] == pytest.approx(40.0, rel=1e-4)
+    # Three in four are of the first window: its median is near the mixture's 0.4 quantile.
+    assert tail[0.4] / tail[0.0] == pytest.approx(2.0, rel=0.1)
+    assert tail[0.85] / tail[0.0] == pytest.approx(18.0, rel=0.1)
+    path.write_text("field,p50.0,p99.0\noutput_tokens,9,3\n")
+    with pytest.raises(SpecError, match=r"windows.csv:2: quantiles .* ascend"):
+        series.read_tail(path)
+
+
 def test_shapes(tmp_path: Path) -> None:
     plain = built(tmp_path, "--steps", 100).mean_response_tokens
     assert (
