@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from nereus_plugins.spec.record import require
 
 from . import series
 from .conditions import MOST_STEPS, Setting, Source, Trace
-from .record import Record, RecordError, RunRecord, StepRecord, read_records
+from .record import Record, RecordError, RunRecord, StepRecord, TransitionRecord, read_records
 
 SHAPES = ("as-measured", "reversed", "steady", "oscillating:K")
 TAIL = LengthDistribution.lognormal(1000.0, 0.6)
@@ -262,17 +261,17 @@ def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace
     """
     steps: dict[int, tuple[int, float]] = {}
     longest = 1.0
-    world = 0
+    world = _World()
     try:
         for record in read_records(run):
-            world = _world(record, world)
+            gpus = world.after(record)
             if isinstance(record, StepRecord) and record.samples > 0:
                 if "response" not in record.tokens:
                     raise SpecError(f"{run}: step {record.step} has no tokens of responses")
                 mean = max(1.0, record.tokens["response"] / record.samples)
                 most = record.metrics.get("response_length/max", mean)
                 longest = max(longest, mean, most if math.isfinite(most) else mean)
-                steps[record.step] = (world, mean)
+                steps[record.step] = (gpus, mean)
     except RecordError as error:
         raise SpecError(str(error)) from None
     if not steps:
@@ -311,20 +310,26 @@ def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace
     )  # fmt: skip
 
 
-def _world(record: Record, before: int) -> int:
-    """GPUs of the job from this record on."""
-    if isinstance(record, RunRecord):
-        return record.world_size
-    if isinstance(record, StepRecord):
-        return int(record.metrics.get("nereus/world_size", before))
-    ranks = getattr(record, "ranks", {})
-    committed = getattr(record, "outcome", "") == "committed"
-    after = ranks.get("to") if committed else None
-    return after if isinstance(after, int) else before
+class _World:
+    """How many GPUs a recorded job had, as its records are read in their order."""
 
+    def __init__(self) -> None:
+        self.gpus = 0
+        self.next: tuple[int, int] | None = None
 
-def with_cluster(setting: Setting, gpus: int) -> Setting:
-    """The setting on a cluster of at least so many GPUs, in whole nodes."""
-    cluster = setting.cluster
-    nodes = max(1, math.ceil(gpus / cluster.gpus_per_node))
-    return dataclasses.replace(setting, cluster=dataclasses.replace(cluster, nodes=nodes))
+    def after(self, record: Record) -> int:
+        """GPUs of the job when `record` was made; 0 before any says."""
+        if isinstance(record, RunRecord):
+            self.gpus, self.next = record.world_size, None
+        elif isinstance(record, TransitionRecord):
+            # A live job writes it before the record of the step that it follows.
+            after = record.ranks.get("to")
+            if record.outcome == "committed" and isinstance(after, int):
+                self.next = (record.step, after)
+        elif isinstance(record, StepRecord):
+            if self.next is not None and record.step > self.next[0]:
+                self.gpus, self.next = self.next[1], None
+            said = record.metrics.get("nereus/world_size", 0.0)
+            if math.isfinite(said) and said >= 1:
+                self.gpus = int(said)
+        return self.gpus

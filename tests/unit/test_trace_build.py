@@ -11,6 +11,7 @@ from nereus_plugins.cli import main
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace import series
 from nereus_plugins.trace.conditions import NOT_MEASURED_TOGETHER, Trace, find, load, shipped_folder
+from nereus_plugins.trace.record import RecordWriter, RunRecord, StepRecord, TransitionRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = ROOT / "recipes" / "traces" / "series"
@@ -97,6 +98,34 @@ def test_a_tail_from_quantiles_by_window(tmp_path: Path) -> None:
     path.write_text("field,p50.0,p99.0\noutput_tokens,9,3\n")
     with pytest.raises(SpecError, match=r"windows.csv:2: quantiles .* ascend"):
         series.read_tail(path)
+
+
+def test_a_live_jobs_records_replay_step_by_step(tmp_path: Path) -> None:
+    """A live transition is written before the record of the step that it follows."""
+
+    def step(number: int, mean: int) -> StepRecord:
+        tokens = {"prompt": 80, "response": 8 * mean, "total": 80 + 8 * mean}
+        return StepRecord(number, 0, 1.0 * number, 1.0, {"gen": 1.0}, tokens, 8, {}, {}, {})
+
+    def ranks(number: int, to: int, outcome: str = "committed") -> TransitionRecord:
+        return TransitionRecord(number, 1, 1.0, outcome, "", {}, {}, "", {"to": to})
+
+    writer = RecordWriter(tmp_path)
+    for record in (
+        RunRecord("r", 0.0, "verl", {}, 2, {}),
+        step(1, 10), ranks(2, 4), step(2, 20), step(3, 30), ranks(4, 8, "aborted"), step(4, 40),
+        ranks(5, 1), step(5, 50), step(6, 60),
+        RunRecord("r", 0.0, "verl", {}, 1, {}), step(6, 61),
+    ):  # fmt: skip
+        writer.write(record)
+    writer.close()
+    out = tmp_path / "replay.json"
+    args = ["trace", "build", "--records", str(tmp_path), "--gpus-max", "4", "-o", str(out)]
+    assert main(args) == 0
+    made = load(out)
+    assert made.gpus == ((0, 2), (2, 4), (5, 1))
+    assert made.mean_response_tokens == (10, 20, 30, 40, 50, 61)
+    assert main([*args, "--gpus-max", "2"]) == 2
 
 
 def test_shapes(tmp_path: Path) -> None:
