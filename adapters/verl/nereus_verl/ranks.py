@@ -267,9 +267,14 @@ class Change:
         """
         limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE
         host = self.after[0].worker
-        ((self._address, self._port),) = call_all(
-            [host], "join", worker.host_store, timeout_s=limit_s
-        )
+        try:
+            ((self._address, self._port),) = call_all(
+                [host], "join", worker.host_store, timeout_s=limit_s
+            )
+        except WorkersFailed as error:
+            if self.can_lose(self.order[0]):
+                raise ClaimFailed(f"the first of the new ranks was lost: {error}") from error
+            raise
         workers = [rank.worker for rank in self.union]
         lost: list[int] = []
 
