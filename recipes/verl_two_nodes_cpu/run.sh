@@ -100,4 +100,5 @@ RAY_ADDRESS=$head "$python" -m verl.trainer.main_ppo \
   reward.num_workers=1 \
   reward.custom_reward_function.path="$here/adapters/verl/nereus_verl/demo/reward.py" \
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
-  hydra.run.dir="$directory/hydra" "$@"
+  hydra.run.dir="$directory/hydra" "$@" &
+wait $! # which a signal ends, unlike a command in the foreground
