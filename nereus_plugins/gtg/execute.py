@@ -50,14 +50,7 @@ from nereus_plugins.gtg.report import PrepareReport, ReleaseReport, Timed, UnitR
 from nereus_plugins.gtg.scalars import check_loaded, encode
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, Progress, TransportError
-from nereus_plugins.transport.control import (
-    Control,
-    ControlError,
-    Disagreement,
-    RankLost,
-    StoreLost,
-    Vote,
-)
+from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables, transfer_backend
 from nereus_plugins.transport.torch_private import groups_named, name_groups_from
 from nereus_plugins.transport.torch_transport import TorchTransport
@@ -320,7 +313,7 @@ class RankTransition:
         Raises: TransitionUnrecoverable: the old state could not be brought back.
         """
         attempt = self._prepared()
-        self._recover(attempt, "abort", votes=True)
+        self._recover(attempt, "abort", lost=())
 
     # ------------------------------------------------------------------ steps
 
@@ -577,19 +570,11 @@ class RankTransition:
             own = _first_failure([v for v in missing.votes if not _said_echo(v)])
             failed = own or (lost[0], str(missing))
             error = error or missing
-        except StoreLost as gone:
-            # The rank that served the votes was to join. The others find the same in their next
-            # vote; only at the commit one of them may have seen all votes, and switched.
-            if step is Step.COMMIT:
-                raise
-            self._recover(attempt, step.value, votes=False)
-            reason = str(gone) if error is None else _reason(error)
-            raise TransitionAborted(step.value, self.rank, reason) from gone
         seconds = attempt.report.seconds
         seconds[step.value] = seconds.get(step.value, 0.0) + time.perf_counter() - begin
         if failed is None:
             return
-        self._recover(attempt, step.value, votes=not lost)
+        self._recover(attempt, step.value, lost)
         raise TransitionAborted(step.value, *failed, lost) from error
 
     def _vote(
@@ -616,11 +601,8 @@ class RankTransition:
     def _vote_name(attempt: _Attempt, label: str) -> str:
         return f"transition.{attempt.epoch}.{label}"
 
-    def _recover(self, attempt: _Attempt, phase: str, *, votes: bool) -> None:
-        """Give back the target, bring parked storages back; then nothing of the attempt is left.
-
-        Args: votes: whether all ranks are there to say how it went.
-        """
+    def _recover(self, attempt: _Attempt, phase: str, lost: tuple[int, ...]) -> None:
+        """Give back the target, bring parked storages back; then nothing of the attempt is left."""
         self._attempt = None
         attempt.described.clear()
         attempt.moves.clear()
@@ -634,7 +616,7 @@ class RankTransition:
         # Only a state that is all there can be settled.
         unfetched = self._catch(self._fetch, attempt) if attempt.parked else None
         error = unfetched or self._settle(attempt) or error
-        if not votes:
+        if lost:
             if error is not None:
                 raise TransitionUnrecoverable(_not_recovered(phase, self.rank, _reason(error)))
             return

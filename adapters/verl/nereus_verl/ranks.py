@@ -157,7 +157,6 @@ class Change:
         self._joined: list[Rank] = []
         self._address, self._port = "", 0
         self._votes: dist.Store | None = None
-        self._no_votes = False
 
     @property
     def union(self) -> list[Rank]:
@@ -190,7 +189,7 @@ class Change:
 
         Args: votes: the prefix of the votes that are held.
         """
-        if not ranks or self._no_votes:
+        if not ranks:
             return
         try:
             if self._votes is None:
@@ -199,7 +198,7 @@ class Change:
                 self._votes = dist.PrefixStore(membership.VOTES, store)
             report_lost(self._votes, votes, ranks)
         except (dist.DistError, ControlError):
-            self._no_votes = True  # gone with the rank that served them: the others notice
+            return  # the store is gone with a rank that the job needs: it ends
 
     def claim(self, layouts: Mapping[str, Mapping[str, Any]], step: int, timeout_s: float) -> None:
         """Have processes for the ranks that join, ready to.
@@ -267,14 +266,9 @@ class Change:
         """
         limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE
         host = self.after[0].worker
-        try:
-            ((self._address, self._port),) = call_all(
-                [host], "join", worker.host_store, timeout_s=limit_s
-            )
-        except WorkersFailed as error:
-            if self.can_lose(self.order[0]):
-                raise ClaimFailed(f"the first of the new ranks was lost: {error}") from error
-            raise
+        ((self._address, self._port),) = call_all(
+            [host], "join", worker.host_store, timeout_s=limit_s
+        )
         workers = [rank.worker for rank in self.union]
         lost: list[int] = []
 
