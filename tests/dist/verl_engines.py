@@ -22,9 +22,15 @@ SEQUENCES = 8
 TIMEOUT_S = 60.0
 
 
-def on_cpu() -> None:
-    """Call first: verl's plugins, and with them the CPU platform, load with verl."""
+def on_cpu(*, nereus: bool = True) -> None:
+    """Call first: verl's plugins, and with them the CPU platform, load with verl.
+
+    Args:
+        nereus: as in a worker process of a job with Nereus on; else as verl's own.
+    """
     os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", TORCHDYNAMO_DISABLE="1")
+    if nereus:
+        os.environ["NEREUS_WORKER"] = "1"
     import verl.workers.engine  # noqa: F401
 
 
@@ -182,7 +188,7 @@ def make_units(kind: str, engines: dict[str, Any]) -> dict[str, ElasticUnit]:
         return {name: FsdpUnit(name, engine, TIMEOUT_S) for name, engine in engines.items()}
     from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
-    process = MegatronProcess(next(iter(engines.values())), TIMEOUT_S)
+    process = MegatronProcess(TIMEOUT_S)
     return {name: MegatronUnit(name, engine, process) for name, engine in engines.items()}
 
 
@@ -193,8 +199,10 @@ def make_transition(units: dict[str, ElasticUnit]) -> RankTransition:
     return RankTransition(units, rank=rank, world=world, control=control, options=options)
 
 
-def move(transition: RankTransition, layout: Layout) -> None:
-    transition.prepare(dict.fromkeys(transition.units, layout), transition.epoch + 1)
+def move(transition: RankTransition, layout: Layout | dict[str, Layout]) -> None:
+    """Args: layout: of all units, or by unit; others stay."""
+    targets = layout if isinstance(layout, dict) else dict.fromkeys(transition.units, layout)
+    transition.prepare(targets, transition.epoch + 1)
     transition.commit()
     transition.release()
 

@@ -1,15 +1,16 @@
 """A verl Megatron engine as an elastic unit: TP, PP, DP, and sequence parallelism with TP.
 
-Colocated Megatron units share one parallel state, so they change together, into one layout. The
-target is a second engine object built under globals of its own; commit exchanges the contents of
-the two objects and loads the new globals.
+Every layout has a parallel state of its own (`parallel_state.World`), which units of equal layouts
+share. The target is a second engine object, built in the world of its layout; commit exchanges the
+contents of the two objects.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,55 +31,23 @@ from nereus_plugins.emu.described.megatron_private import clear_rotary_caches, d
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.gtg.scalars import RNG, derived_seed
 from nereus_plugins.spec import Layout
-from nereus_verl import memory, offload, rng, verl_private
-from nereus_verl.parallel_state import World, Worlds
+from nereus_verl import engine_worlds, memory, offload, rng, verl_private
+from nereus_verl.parallel_state import World
 
 
 class MegatronProcess:
-    """What the Megatron units of one process share: the parallel states, and the RNG tracker.
+    """What the Megatron units of one process share: the parallel states.
 
     Args:
-        engine: any of the process's engines; it tells the layout in force.
         timeout_s: how long the transition's votes wait.
-        elsewhere: the layout in force, where this process is not part of it and its engines are
-            empty (`verl_private.build_empty`).
     """
 
-    def __init__(self, engine: Any, timeout_s: float, elsewhere: Layout | None = None) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         # The trainer's step after which the next transition takes place; new generators' seeds
         # follow from it, in a resumed job as in the first.
         self.step = 0
-        self.worlds = Worlds(elsewhere or engine_layout(engine))
-        self.rng_owner: str | None = None
-        self._pending: World | None = None
-
-    def acquire(self, layout: Layout) -> World:
-        """The world that a transition builds in: made by its first unit, shared by the others.
-
-        Raises: ValueError when two units ask for different layouts.
-        """
-        if self._pending is None:
-            self._pending = self.worlds.fresh(layout)
-        elif self._pending.layout != layout:
-            raise ValueError(
-                f"Megatron units of one process share one layout: one was asked for {layout}, "
-                f"another for {self._pending.layout}"
-            )
-        self._pending.users += 1
-        return self._pending
-
-    def committed(self, world: World) -> None:
-        self.worlds.switch(world)
-        self._pending = None
-
-    def give_back(self, world: World) -> None:
-        """A unit is done with `world`, which is not current; the last one destroys its groups."""
-        world.users -= 1
-        if world.users <= 0:
-            if self._pending is world:
-                self._pending = None
-            self.worlds.drop(world)
+        self.worlds = engine_worlds.worlds()
 
 
 class BuiltMegatron:
@@ -105,8 +74,7 @@ class BuiltMegatron:
                 dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 lr_scheduler=engine.lr_scheduler,
             )
-            if self._process.rng_owner == self.name:
-                unit.scalars[RNG] = {_coordinate(): _tracker_states()}
+            unit.scalars[RNG] = {_coordinate(): _tracker_states()}
             return unit
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -119,7 +87,8 @@ class BuiltMegatron:
                 dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 lr_scheduler=engine.lr_scheduler,
             )
-            if RNG in scalars:
+            # Who else joins a world finds its generators as they are.
+            if RNG in scalars and self.world.users[0] == self.name:
                 _load_tracker(scalars[RNG], engine.engine_config.seed, self._process.step)
 
 
@@ -130,6 +99,8 @@ class MegatronUnit:
         name: "actor", "critic" or "ref".
         engine: verl's engine, initialised.
         process: shared by all Megatron units of this process.
+        elsewhere: the layout in force, where this process is not part of it and the engine is empty
+            (`verl_private.build_empty`).
         optimizer_groups: of the unit's optimizer, where the engine here is empty
             (`verl_private.optimizer_groups` of one that is not).
     """
@@ -139,17 +110,20 @@ class MegatronUnit:
         name: str,
         engine: Any,
         process: MegatronProcess,
+        elsewhere: Layout | None = None,
         optimizer_groups: Sequence[Any] | None = None,
     ) -> None:
         self.name = name
         self._process = process
         known = verl_private.optimizer_groups(engine.optimizer)
         self._optimizer_groups = optimizer_groups or known
-        world = process.worlds.current
-        world.users += 1
-        if process.rng_owner is None:
-            process.rng_owner = name
-        self._current = BuiltMegatron(name, engine, world.layout, world, process)
+        world = engine_worlds.world_of(engine)
+        world.users.append(name)
+        layout = elsewhere
+        if layout is None:
+            with process.worlds.using(world):
+                layout = engine_layout(engine)
+        self._current = BuiltMegatron(name, engine, layout, world, process)
         self._freed: FreedGradients | None = None
 
     @property
@@ -173,12 +147,15 @@ class MegatronUnit:
 
     def build(self, layout: Layout) -> BuiltMegatron:
         old = self.engine
-        world = self._process.acquire(layout)
+        worlds = self._process.worlds
+        world = worlds.find(layout.tp, layout.pp)
+        world.users.append(self.name)
         engine: Any = None
         try:
             with (
                 rng.preserved(),
-                self._process.worlds.using(world),
+                worlds.using(world),
+                _tracker_preserved() if len(world.users) > 1 else nullcontext(),
                 world.groups.collect(self._process.timeout_s),
             ):
                 engine = type(old)(
@@ -197,7 +174,7 @@ class MegatronUnit:
                     ensure_optimizer_state(engine.optimizer)
         except BaseException:
             _empty(engine)
-            self._process.give_back(world)
+            worlds.leave(world, self.name)
             memory.collect()
             raise
         memory.OUTSTANDING.built()
@@ -210,13 +187,12 @@ class MegatronUnit:
         self._freed = None  # with the layout that goes
         previous, process = self._current, self._process
         self._current = BuiltMegatron(self.name, ours, built.layout, built.world, process)
-        process.committed(built.world)
         return BuiltMegatron(self.name, theirs, previous.layout, previous.world, process)
 
     def release(self, built: BuiltUnit) -> None:
         assert isinstance(built, BuiltMegatron)
         _empty(built.engine)
-        self._process.give_back(built.world)
+        self._process.worlds.leave(built.world, self.name)
         memory.OUTSTANDING.released()
 
     def settle(self) -> None:
@@ -228,7 +204,7 @@ class MegatronUnit:
 
 
 def engine_layout(engine: Any) -> Layout:
-    """The layout of the parallel state that is loaded, and what `engine` does with it."""
+    """The layout of the parallel state that is loaded, and what `engine` does in it."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     return Layout(
@@ -282,6 +258,16 @@ def _tracker_states() -> dict[str, str]:
         name: base64.b64encode(state.cpu().numpy().tobytes()).decode()
         for name, state in states.items()
     }
+
+
+@contextmanager
+def _tracker_preserved() -> Iterator[None]:
+    """Restore the generators of a world in use afterwards: building an engine seeds them."""
+    states = get_cuda_rng_tracker().get_states()
+    try:
+        yield
+    finally:
+        get_cuda_rng_tracker().set_states(states)
 
 
 def _load_tracker(states: Mapping[str, Mapping[str, str]], seed: int, step: int) -> None:

@@ -1,24 +1,24 @@
 """Several Megatron parallel layouts in one process, one of them loaded at a time.
 
 Megatron-core keeps its groups in module globals (`megatron.core.parallel_state` and a few more),
-and verl puts actor, critic and reference of one process into the same ones. While a transition is
-prepared, the target layout has globals of its own; they are loaded around every piece of work on
-the target, and for good at commit. Whatever is loaded, Megatron's own code runs unchanged.
+and verl puts actor, critic and reference of one process into the same ones. Here each layout has
+globals of its own, a world, which are loaded around every piece of work on an engine of that
+layout: see `engine_worlds`. Whatever is loaded, Megatron's own code runs unchanged.
 """
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import utils as transformer_utils
 
-from nereus_plugins.spec import Layout
 from nereus_plugins.transport.groups import GroupSet
 
 Globals = dict[tuple[types.ModuleType, str], Any]
@@ -41,87 +41,122 @@ def _names() -> list[tuple[types.ModuleType, str]]:
 
 
 class World:
-    """The globals and groups of one layout. Groups are shared by all units of the process."""
+    """The globals and groups of one layout.
 
-    def __init__(self, layout: Layout, state: Globals) -> None:
-        self.layout = layout
+    Attributes:
+        tp, pp: its sizes.
+        ranks: torch's default group that it was made in.
+        groups: its process groups.
+        users: the units whose engines work in it, as built. What of it belongs to one unit (the
+            tensor-parallel generators) belongs to the first.
+    """
+
+    def __init__(self, tp: int, pp: int, state: Globals) -> None:
+        self.tp = tp
+        self.pp = pp
+        self.ranks = dist.group.WORLD
         self.groups = GroupSet()
-        self.users = 0
+        self.users: list[str] = []
         self._state = state
 
 
 class Worlds:
-    """The world that is loaded, and those beside it. One instance a process.
+    """The worlds of a process. One instance a process, made before Megatron is initialised.
 
-    Created while a layout is in force; that layout's globals become the current world.
+    Engines of equal layouts share a world. While there is one only, it stays loaded, as in a
+    process without this. Where there are several, none is loaded outside `using`, so that whatever
+    asks Megatron for its groups there fails, instead of being told those of another engine.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self) -> None:
+        if parallel_state.is_initialized():
+            raise RuntimeError("Megatron's parallel state is in use already")
         self._names = _names()
-        self.current = World(layout, {})
-        self.current.groups = GroupSet(_groups_of(self._snapshot()))
+        self._pristine = self._snapshot()
+        self._worlds: list[World] = []
+        self._loaded: World | None = None
+        self._inside: World | None = None
 
-    def fresh(self, layout: Layout) -> World:
-        """An empty world: no groups yet, as after importing Megatron."""
-        return World(layout, {key: _pristine(key[1], value) for key, value in self._snap_items()})
+    @property
+    def inside(self) -> World | None:
+        """The world of the innermost `using`."""
+        return self._inside
+
+    def find(self, tp: int, pp: int) -> World:
+        """The world of these sizes over the ranks of torch's default group; where there is none, a
+        new one: empty, as after importing Megatron."""
+        for world in self._worlds:
+            if (world.tp, world.pp) == (tp, pp) and world.ranks is dist.group.WORLD:
+                return world
+        world = World(tp, pp, self._empty())
+        self._worlds.append(world)
+        return world
 
     @contextmanager
     def using(self, world: World) -> Iterator[None]:
         """Load `world` for the time inside; what happens to its globals inside stays with it."""
-        if world is self.current:
-            yield
-            return
-        mine = self._snapshot()
-        self._load(world._state)
+        outer, self._inside = self._inside, world
         try:
+            self._load(world)
             yield
         finally:
-            world._state = self._snapshot()
-            self._load(mine)
+            self._inside = outer
+            self._load(outer or self._alone())
 
-    def switch(self, world: World) -> None:
-        """Make `world` the current one; a second call (from another unit) changes nothing."""
-        if world is self.current:
+    def own_groups(self) -> None:
+        """The world that is loaded owns the groups that its globals name."""
+        assert self._loaded is not None
+        for group in _groups_of(self._snapshot()):
+            self._loaded.groups.add(group)
+
+    def leave(self, world: World, user: str) -> None:
+        """A unit is done with `world`; with the last one its groups are destroyed."""
+        world.users.remove(user)
+        if world.users:
             return
-        self.current._state = self._snapshot()
-        self._load(world._state)
-        world._state = {}
-        self.current = world
-
-    def drop(self, world: World) -> None:
-        """Destroy the groups of a world that is not current and forget its globals."""
-        if world is self.current:
-            raise RuntimeError("the current parallel state cannot be dropped")
+        self._worlds.remove(world)
         world.groups.destroy()
         world._state = {}
+        if self._loaded is world:
+            self._loaded = None
+            self._set(self._empty())
+        if self._inside is None:
+            self._load(self._alone())
 
-    def _snap_items(self) -> list[tuple[tuple[types.ModuleType, str], Any]]:
-        return [((m, n), getattr(m, n)) for m, n in self._names]
+    def _alone(self) -> World | None:
+        return self._worlds[0] if len(self._worlds) == 1 else None
+
+    def _load(self, world: World | None) -> None:
+        if world is self._loaded:
+            return
+        if world is not None and world not in self._worlds:
+            raise RuntimeError("a parallel state was used after it was dropped")
+        if self._loaded is not None:
+            self._loaded._state = self._snapshot()
+        self._loaded = world
+        self._set(self._empty() if world is None else world._state)
+
+    def _empty(self) -> Globals:
+        return {
+            key: copy.copy(value) if isinstance(value, dict) else value
+            for key, value in self._pristine.items()
+        }
 
     def _snapshot(self) -> Globals:
-        return dict(self._snap_items())
+        return {(module, name): getattr(module, name) for module, name in self._names}
 
     @staticmethod
-    def _load(state: Globals) -> None:
+    def _set(state: Globals) -> None:
         for (module, name), value in state.items():
             setattr(module, name, value)
 
 
-def _pristine(name: str, value: Any) -> Any:
-    """The value a global has before `initialize_model_parallel`, from the kind it has after."""
-    if isinstance(value, dict):
-        return {}
-    if isinstance(value, bool) or name.endswith("_INITIALIZED"):
-        return False
-    return None
-
-
-def _groups_of(state: Globals) -> list[torch.distributed.ProcessGroup]:
+def _groups_of(state: Globals) -> list[dist.ProcessGroup]:
     """Process groups found in the globals, also inside lists, tuples and dicts."""
-    found: list[torch.distributed.ProcessGroup] = []
+    found: list[dist.ProcessGroup] = []
 
     def walk(value: Any) -> None:
-        if isinstance(value, torch.distributed.ProcessGroup):
+        if isinstance(value, dist.ProcessGroup):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:

@@ -2,8 +2,8 @@
 
 It imports nothing heavy and changes nothing: it waits for verl's trainer to be imported, which only
 the process that drives a job does, and brings in `nereus_verl.trainer` then; in the process that
-starts a job, it has a job that asks for Nereus checked before Ray starts; in a process that Nereus
-started for a rank that joins, it waits for verl's Megatron engine. verl swallows what a
+starts a job, it has a job that asks for Nereus checked before Ray starts; in a worker process of
+such a job, it waits for verl's Megatron engine. verl swallows what a
 plugin raises, so a failure is printed, and makes a job that asks for Nereus fail; a job that does
 not ask for it is left alone.
 """
@@ -19,6 +19,7 @@ from typing import Any
 from nereus_cpu.post_import import after_import
 
 TRAINERS = "verl.trainer.ppo.v1"
+MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
 class NereusLoadError(RuntimeError):
@@ -130,6 +131,13 @@ def refuse_sft(device: Any) -> None:
     device.auto_set_device = auto_set_device
 
 
+def into_worlds(engine: ModuleType) -> None:
+    """Called with verl's Megatron engine in a worker process of a job with Nereus on."""
+    from nereus_verl import engine_worlds
+
+    engine_worlds.install(engine)
+
+
 def start_alone(engine: ModuleType) -> None:
     """Called with verl's Megatron engine in a process that will join a job."""
     from nereus_verl import verl_private
@@ -142,5 +150,7 @@ after_import(TRAINERS, load_trainer)
 after_import("verl.trainer.main_ppo_v0", refuse_legacy)
 after_import("verl.utils.config", check_ahead)
 after_import("verl.utils.device", refuse_sft)
+if os.environ.get("NEREUS_WORKER"):
+    after_import(MEGATRON_ENGINE, into_worlds)
 if os.environ.get("NEREUS_JOINS"):
-    after_import("verl.workers.engine.megatron.transformer_impl", start_alone)
+    after_import(MEGATRON_ENGINE, start_alone)

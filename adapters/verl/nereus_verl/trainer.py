@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class NereusTrainer(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         if self._checked is not None and self._checked.ranks_change():
             verl_private.one_bundle_a_group(self)
+
+    def _setup(self) -> None:
+        with verl_private.workers_know() if self._checked is not None else nullcontext():
+            super()._setup()
 
     def on_init_end(self) -> None:
         if self._checked is not None:

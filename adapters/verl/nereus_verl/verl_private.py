@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib.metadata import version
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def dispatched_over(worker_group: Any, mesh: str, dp: int) -> Iterator[None]:
     finally:
         info.clear()
         info.update(before)
+
+
+@contextmanager
+def workers_know() -> Iterator[None]:
+    """Inside, the trainer's worker processes start with `WORKER` in their environment."""
+    module: Any = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+    start = functools.partial(module.RayWorkerGroup, worker_env={WORKER: "1"})
+    with _replaced(module, RayWorkerGroup=start):
+        yield
 
 
 def workers_of(worker_group: Any) -> list[Any]:
@@ -195,6 +205,88 @@ def megatron_without_weights(engine: Any) -> Iterator[None]:
                 vars(engine.bridge).pop(name, None)
 
 
+def wrap_megatron_engines(
+    module: ModuleType,
+    *,
+    around_building: Callable[[Any, Any], AbstractContextManager[None]],
+    around: Callable[[Any], AbstractContextManager[None]],
+) -> None:
+    """Have everything that verl's Megatron engines do run inside a context of the engine.
+
+    That is their methods, what runs inside their train and eval contexts, and every step of the
+    generators that they return: the weight sync draws tensors from one long after the call.
+
+    Args:
+        module: verl's, with the engines.
+        around_building: of an engine and its configuration, for the constructor. around: of an
+            engine, for all else.
+    """
+    base: Any = module.MegatronEngine
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
+    functions = [
+        (cls, name, function) for cls in classes for name, function in _functions(cls).items()
+    ]
+    # Those of all engines, too: one that goes through a batch calls many others.
+    inherited = _functions(importlib.import_module("verl.workers.engine.base").BaseEngine)
+    own = _functions(base)
+    functions += [(base, name, f) for name, f in inherited.items() if name not in own]
+    for cls, name, function in functions:
+        wrap = _context_inside if name in ("train_mode", "eval_mode") else _inside
+        setattr(cls, name, wrap(function, around))
+    build = base.__init__
+
+    @functools.wraps(build)
+    def init(engine: Any, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        with around_building(engine, engine_config):
+            build(engine, model_config, engine_config, *args, **kwargs)
+
+    base.__init__ = init
+
+
+def _functions(cls: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if isinstance(value, FunctionType) and not name.startswith("__")
+    }
+
+
+def _inside(function: Any, around: Callable[[Any], AbstractContextManager[None]]) -> Any:
+    @functools.wraps(function)
+    def method(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(engine):
+            result = function(engine, *args, **kwargs)
+        if isinstance(result, Iterator):
+            return _each_inside(result, engine, around)
+        if isinstance(result, tuple) and result and isinstance(result[0], Iterator):
+            return (_each_inside(result[0], engine, around), *result[1:])
+        return result
+
+    return method
+
+
+def _each_inside(
+    items: Iterator[Any], engine: Any, around: Callable[[Any], AbstractContextManager[None]]
+) -> Iterator[Any]:
+    while True:
+        with around(engine):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def _context_inside(function: Any, around: Callable[[Any], AbstractContextManager[None]]) -> Any:
+    @functools.wraps(function)
+    @contextmanager
+    def method(engine: Any, **kwargs: Any) -> Iterator[None]:
+        with around(engine), function(engine, **kwargs):
+            yield
+
+    return method
+
+
 @contextmanager
 def known_optimizer_groups(known: Sequence[Any]) -> Iterator[None]:
     """Inside, a Megatron optimizer is built without asking all ranks for their parameter groups.
@@ -297,6 +389,9 @@ def node_address(worker_dict: Any) -> str:
     address: str = worker_dict.get_available_master_addr_port()[0]
     return address
 
+
+# Set in the environment of the worker processes of a job with Nereus on.
+WORKER = "NEREUS_WORKER"
 
 # Set in the environment of a process that will join: it starts in a world of one rank, in which
 # the layout that it is configured for need not fit.
@@ -475,7 +570,7 @@ def start_worker(trainer: Any, group: Any, bundle: int, number: int) -> tuple[An
         local_rank=bundle,
         resource_pool=module.RayResourcePool([1], max_colocate_count=pool.max_colocate_count),
         ray_cls_with_init=starter.ray_cls_with_init,
-        worker_env={**starter.customized_worker_env, JOINS: "1"},
+        worker_env={**starter.customized_worker_env, WORKER: "1", JOINS: "1"},
         detached=False,
     )
     return starter._workers[0], starter._worker_names[0]

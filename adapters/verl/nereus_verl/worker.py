@@ -155,9 +155,11 @@ def _make_units(
     if first.engine_config.strategy == "megatron":
         from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
-        process = MegatronProcess(first, timeout_s, next(iter(layouts.values()), None))
+        process = MegatronProcess(timeout_s)
         return {
-            name: MegatronUnit(name, engine, process, optimizer_groups.get(name))
+            name: MegatronUnit(
+                name, engine, process, layouts.get(name), optimizer_groups.get(name)
+            )
             for name, engine in engines.items()
         }, process
     from nereus_verl.fsdp_unit import FsdpUnit
