@@ -85,7 +85,7 @@ def _over_layouts(rank: int, world: int, kind: str, model: Path, path: list[Layo
         ve.move(transition, path[0])
         for role in trained:
             ve.train(engines[role], 9)
-        _assert_same(ve.take(units), never_moved)
+        ve.assert_same(ve.take(units), never_moved)
         # A step in the new layout: the same gradient up to the order of sums.
         ve.restore(units, start)
         ve.move(transition, layout)
@@ -190,7 +190,7 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
     _assert_settled(moved_to)
     for role in trained:
         ve.train(engines[role], 1)
-    _assert_same(ve.take(units), never_moved)
+    ve.assert_same(ve.take(units), never_moved)
 
     ve.restore(units, start)
     moved_to.clear()
@@ -205,10 +205,10 @@ def _staged(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -
     transition.prepare(dict.fromkeys(roles, path[0]), 3)
     transition.commit()
     transition.release()
-    _assert_same(ve.take(units), start)
+    ve.assert_same(ve.take(units), start)
     for role in trained:
         ve.train(engines[role], 1)
-    _assert_same(ve.take(units), never_moved)
+    ve.assert_same(ve.take(units), never_moved)
     parked = sum(unit.bytes_parked for unit in report.units.values())
     return report.mode, parked, [unit.prediction for unit in report.units.values()]
 
@@ -246,22 +246,11 @@ def _failing_build(rank: int, world: int, kind: str, model: Path, path: list[Lay
     assert live_group_count() == groups
     for role in roles:
         ve.train(engines[role], 9)
-    _assert_same(ve.take(units), never_moved)
+    ve.assert_same(ve.take(units), never_moved)
     # The next attempt finds nothing in its way.
     transition.epoch = 1
     ve.move(transition, path[1])
     return aborted.value.rank, aborted.value.phase, aborted.value.reason, spent_s
-
-
-def _assert_same(a: Any, b: Any) -> None:
-    for name in b:
-        assert len(a[name].shards) == len(b[name].shards)
-        for x, y in zip(a[name].shards, b[name].shards, strict=True):
-            assert (x.name, x.box) == (y.name, y.box)
-            assert x.view.equal(y.view), f"{name} {x.name} {x.box}"
-        # Generators are looked at in `_check_generators`.
-        kept = [{k: v for k, v in x[name].scalars.items() if k != RNG} for x in (a, b)]
-        assert kept[0] == kept[1]
 
 
 def _gradient_error(found: Any, wanted: Any, before: Any) -> float:

@@ -15,6 +15,7 @@ from nereus_plugins.emu import snapshot
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.execute import RankTransition, TransitionOptions
+from nereus_plugins.gtg.scalars import RNG
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
 
@@ -280,3 +281,59 @@ def restore(units: dict[str, ElasticUnit], saved: dict[str, DescribedUnit]) -> N
 
 def take(units: dict[str, ElasticUnit]) -> dict[str, DescribedUnit]:
     return {name: snapshot.take(unit.described()) for name, unit in units.items()}
+
+
+def addresses(unit: ElasticUnit) -> list[int]:
+    """Where the unit's shards lie in memory: other ones once it was built anew."""
+    return [shard.view.data_ptr() for shard in unit.described().shards]
+
+
+def whole(units: dict[str, ElasticUnit]) -> dict[str, dict[str, str]]:
+    """By unit and tensor, the digest of the whole tensor, put together from all ranks' parts."""
+    from tests.e2e.observe import digests, parts
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts(units))
+    return digests(gathered)
+
+
+def assert_same(a: dict[str, DescribedUnit], b: dict[str, DescribedUnit]) -> None:
+    """Bit for bit, but for generators, which belong to places of a layout."""
+    for name in b:
+        assert len(a[name].shards) == len(b[name].shards)
+        for x, y in zip(a[name].shards, b[name].shards, strict=True):
+            assert (x.name, x.box) == (y.name, y.box)
+            assert x.view.equal(y.view), f"{name} {x.name} {x.box}"
+        kept = [{k: v for k, v in x[name].scalars.items() if k != RNG} for x in (a, b)]
+        assert kept[0] == kept[1]
+
+
+def described_alone(engine: Any) -> DescribedUnit:
+    """A Megatron engine's state, where there is no Nereus in the process."""
+    from megatron.core import parallel_state
+
+    from nereus_plugins.emu.described.megatron import describe_megatron
+
+    return describe_megatron(
+        engine.module,
+        engine.optimizer,
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        lr_scheduler=engine.lr_scheduler,
+    )
+
+
+def restore_alone(engine: Any, saved: DescribedUnit) -> None:
+    """Put this rank's own snapshot back into a new engine."""
+    from megatron.core import parallel_state
+
+    from nereus_plugins.emu.described.megatron import ensure_optimizer_state, load_scalars
+
+    ensure_optimizer_state(engine.optimizer)
+    snapshot.restore({0: saved}, described_alone(engine))
+    load_scalars(
+        saved.scalars,
+        engine.module,
+        engine.optimizer,
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        lr_scheduler=engine.lr_scheduler,
+    )

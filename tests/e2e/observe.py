@@ -33,11 +33,16 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def held(worker: Any) -> dict[str, Any]:
-    """In a worker process: every unit's shards, as (name, offset, global shape, content)."""
+    """In a worker process: every unit's `parts`."""
     from nereus_verl.worker import STATE
 
+    return parts(getattr(worker, STATE).units)
+
+
+def parts(units: dict[str, Any]) -> dict[str, Any]:
+    """This rank's shards of every unit, as (name, offset, global shape, content)."""
     out = {}
-    for name, unit in getattr(worker, STATE).units.items():
+    for name, unit in units.items():
         described = unit.described()
         shards = [(s.name, s.box.offset, s.global_shape, s.view.clone()) for s in described.shards]
         out[name] = {"shards": shards, "scalars": described.scalars}

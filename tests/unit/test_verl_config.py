@@ -371,17 +371,14 @@ def test_a_models_own_dropout_is_refused_with_megatron() -> None:
     capabilities.check_model("actor", model)
 
 
-def test_coupling_and_the_reference_on_accelerators() -> None:
-    assert capabilities.capabilities(job("megatron"), "0.9.1").coupled == (
-        frozenset(
-            {
-                ModelStage.ACTOR_TRAIN,
-                ModelStage.CRITIC_VALUES,
-                ModelStage.CRITIC_TRAIN,
-                ModelStage.REF_LOGPROB,
-            }
-        ),
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_the_stages_of_one_unit_are_coupled(engine: str) -> None:
+    assert capabilities.capabilities(job(engine), "0.9.1").coupled == (
+        frozenset({ModelStage.CRITIC_VALUES, ModelStage.CRITIC_TRAIN}),
     )
+
+
+def test_the_reference_on_accelerators() -> None:
     on_gpu = put(job(), "trainer.device", "cuda")
     stages = capabilities.capabilities(on_gpu, "0.9.1").stages
     assert stages[ModelStage.REF_LOGPROB].layout_fields == frozenset()
@@ -459,13 +456,10 @@ def test_fields_of_the_other_engine_are_refused() -> None:
         check(job(), FSDP, actor=Layout(tp=2, dp=2, sharding="fsdp"))
 
 
-def test_megatron_units_change_together() -> None:
-    with pytest.raises(SpecError, match=r"must have the same layout.*Write the layout once"):
-        check(
-            job("megatron"),
-            Layout(dp=4, sharding="zero1"),
-            actor=Layout(tp=2, dp=2, sharding="zero1"),
-        )
+def test_megatron_units_change_one_by_one() -> None:
+    dp4, tp2 = Layout(dp=4, sharding="zero1"), Layout(tp=2, dp=2, sharding="zero1")
+    check(job("megatron"), dp4, actor=tp2)
+    check(job("megatron"), dp4, actor=tp2, critic=Layout(tp=2, pp=2, sharding="zero1"), ref=dp4)
 
 
 # -- the stamp ---------------------------------------------------------------------------------

@@ -397,12 +397,7 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
         for name, unit in units.items()
         for stage in STAGES[name]
     }
-    megatron = any(unit.strategy == "megatron" for unit in units.values())
-    coupled: tuple[frozenset[ModelStage], ...]
-    if megatron:  # one parallel state in each process
-        coupled = (frozenset(stage for name in units for stage in STAGES[name]),)
-    else:
-        coupled = tuple(frozenset(STAGES[name]) for name in units if len(STAGES[name]) > 1)
+    coupled = tuple(frozenset(STAGES[name]) for name in units if len(STAGES[name]) > 1)
     return Capabilities(
         framework="verl",
         framework_version=version,
@@ -437,7 +432,7 @@ def check_targets(
     leave: Sequence[int] = (),
     unit_knobs: Mapping[str, UnitKnobs] | None = None,
 ) -> int:
-    """Check target layouts against the model, the ranks, what is coupled, and the batch sizes.
+    """Check target layouts against the model, the ranks, and the batch sizes.
 
     Args:
         models: by unit. current: layout in force, by unit. targets: by unit; others stay.
@@ -476,7 +471,6 @@ def check_targets(
         if name in targets or cut != start:
             layout = targets.get(name, current[name])
             _check_batches(config, unit, layout, models[name], cut, f"{where}.{name}")
-    _check_coupled(config, current, targets, where)
     return world
 
 
@@ -526,25 +520,6 @@ def _check_ranks(
 def _changed(old: Layout, new: Layout) -> list[str]:
     names = ("tp", "pp", "dp", "cp", "ep", "etp", "vpp", "ulysses", "sequence_parallel", "sharding")
     return [name for name in names if getattr(old, name) != getattr(new, name)]
-
-
-def _check_coupled(
-    config: Mapping[str, Any],
-    current: Mapping[str, Layout],
-    targets: Mapping[str, Layout],
-    where: str,
-) -> None:
-    units = jobconfig.units(config)
-    if all(unit.strategy != "megatron" for unit in units.values()):
-        return
-    after = {name: targets.get(name, current[name]) for name in units}
-    if len(set(after.values())) > 1:
-        listed = ", ".join(f"{name} {layout}" for name, layout in after.items())
-        raise SpecError(
-            f"{where}: Megatron's parallel state is one for each process, so {', '.join(units)} "
-            f"must have the same layout; this plan gives {listed}. Write the layout once, without "
-            "unit names"
-        )
 
 
 def _check_batches(
