@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--uncoupled",
         action="store_true",
-        help="let models of a Megatron job differ in layout, which verl cannot run",
+        help="let models of a Megatron job differ in layout, which verl runs with Nereus on only",
     )
     p.add_argument("--curve", action="store_true", help="throughput by number of GPUs")
     return p
@@ -43,7 +43,8 @@ class Coupled(NamedTuple):
 
 
 def limits_of(job: JobSpec) -> Coupled | None:
-    """verl's Megatron workers have one parallel state in each process, for all their models."""
+    """verl's Megatron workers have one parallel state in each process, for all their models, unless
+    Nereus is on."""
     if job.backend != "megatron":
         return None
     return Coupled((frozenset(s for s in job.stages() if s is not ModelStage.ACTOR_GENERATE),))

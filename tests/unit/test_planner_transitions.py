@@ -36,7 +36,7 @@ JOB = JobSpec(
 )
 CLUSTER = cluster_of("h100", 16)
 TRAINED = (S.ACTOR_TRAIN, S.CRITIC_VALUES, S.CRITIC_TRAIN, S.REF_LOGPROB)
-# What the verl adapter says of a Megatron job: one parallel state in each process.
+# As of a Megatron job whose models share one parallel state.
 VERL_MEGATRON = Capabilities(
     framework="verl",
     framework_version="0",

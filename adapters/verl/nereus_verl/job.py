@@ -96,8 +96,7 @@ class VerlJob:
             if any(not _same_ranks(built[name], self._layouts[name]) for name in self._layouts):
                 raise RuntimeError(
                     f"verl built {_listed(built)} on rank {answer['rank']}, its configuration "
-                    f"says {_listed(self._layouts)}; give actor, critic and ref settings that "
-                    "agree (Megatron: the same tensor and pipeline sizes)"
+                    f"says {_listed(self._layouts)}; please report this with the job's settings"
                 )
         self._layouts = built
         run_id = uuid.uuid4().hex

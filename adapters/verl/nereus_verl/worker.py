@@ -157,9 +157,7 @@ def _make_units(
 
         process = MegatronProcess(timeout_s)
         return {
-            name: MegatronUnit(
-                name, engine, process, layouts.get(name), optimizer_groups.get(name)
-            )
+            name: MegatronUnit(name, engine, process, layouts.get(name), optimizer_groups.get(name))
             for name, engine in engines.items()
         }, process
     from nereus_verl.fsdp_unit import FsdpUnit
