@@ -11,6 +11,7 @@ from nereus_verl.demo import launch
 from nereus_verl.stamp import FILE
 
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
+from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import RunRecord, StepRecord, TransitionRecord, read_records
 from tests.e2e import observe
 from tests.e2e.jobs import TIMEOUT_S, differences, small_job
@@ -34,7 +35,8 @@ def _records(directory: Path, name: str, kind: type[Any]) -> list[Any]:
 
 
 def _sizes(plan: dict[str, Any]) -> list[tuple[int, int, int]]:
-    return [(plan[unit]["tp"], plan[unit]["pp"], plan[unit]["dp"]) for unit in UNITS]
+    layouts = [Layout.from_dict(plan[unit]) for unit in UNITS]
+    return [(layout.tp, layout.pp, layout.dp) for layout in layouts]
 
 
 TP2, PP2, DP2 = (2, 1, 1), (1, 2, 1), (1, 1, 2)
