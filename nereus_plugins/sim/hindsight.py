@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nereus_plugins.spec import GlobalPlan, SpecError
@@ -17,27 +17,36 @@ _SAME = 1.1
 # What a step may hold of memory before chance is added.
 _ROOM = 0.985
 _QUANTILES = 5
+_FINALISTS = 5
 
 
 class StaticHindsight(Static):
     """`static` with the plan of `hindsight_plan`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, run_s: Callable[[GlobalPlan], float]) -> None:
+        """`run_s`: see `hindsight_plan`."""
         super().__init__("static_hindsight")
         self._world = world
+        self._run_s = run_s
 
     def start(self, known: Known) -> GlobalPlan:
-        self._given = hindsight_plan(self._world, Planning(known))
+        self._given = hindsight_plan(self._world, Planning(known), self._run_s)
         return super().start(known)
 
 
-def hindsight_plan(world: World, planning: Planning) -> GlobalPlan:
-    """The plan that, held for the whole trace, takes least time under the truth.
+def hindsight_plan(
+    world: World, planning: Planning, run_s: Callable[[GlobalPlan], float]
+) -> GlobalPlan:
+    """The plan that, held for the whole trace, takes least time.
 
     Candidates: the planner's best for the numbers of GPUs and the lengths that the trace has, and
     sized for the longest response. Each is costed on all conditions (lengths to 10 %) with the
     truth and without chance; where its GPUs are missing, by what `static` falls back to, restarts
     included. On a trace by wall clock the conditions are those that the planner's first plan meets.
+    The best of them, and static's own, are then run.
+
+    Args:
+        run_s: seconds of the whole trace as `static` with this plan; infinite if it does not end.
 
     Raises: SpecError: no plan gets through the trace.
     """
@@ -50,8 +59,13 @@ def hindsight_plan(world: World, planning: Planning) -> GlobalPlan:
     found = (planning.best(size, one) for size in sorted(sizes) for one in lengths)
     candidates = list(dict.fromkeys(plan for plan in found if plan is not None))
     costs = _Costs(world, planning, list(_stretches(counts, trace.mean_response_tokens)))
-    best = min(candidates, key=costs.total_s, default=None)
-    if best is None or math.isinf(costs.total_s(best)):
+    tried = sorted(candidates, key=costs.total_s)[:_FINALISTS]
+    own = planning.sized(counts[0])
+    if own is not None and own not in tried:
+        tried.append(own)
+    taken = {plan: run_s(plan) for plan in tried}
+    best = min(tried, key=lambda plan: taken[plan], default=None)
+    if best is None or math.isinf(taken[best]):
         raise SpecError("static_hindsight: no single plan gets through the trace")
     return best
 
@@ -73,19 +87,33 @@ class _Costs:
 
     def total_s(self, plan: GlobalPlan) -> float:
         """Seconds of the trace; infinite where a step does not fit."""
-        total, now = 0.0, plan
+        total, missed, now = 0.0, 0.0, plan
         for stretch in self.stretches:
-            wanted: GlobalPlan | None = plan
-            if max(plan.devices) >= stretch.gpus:
-                gone = max(now.devices) >= stretch.gpus
-                wanted = self.planning.sized(stretch.gpus) if gone else now
-            if wanted is None:
-                return math.inf
-            if wanted != now:
-                total += self.world.checkpoint_s(now) + sum(self.world.start_s(wanted).values())
-                now = wanted
-            total += stretch.steps * self._step_s(now, stretch.bucket)
+            steps = stretch.steps
+            if max(now.devices) >= stretch.gpus:
+                fallback = self.planning.sized(stretch.gpus)
+                if fallback is None:
+                    return math.inf
+                total += self._change_s(now, fallback)
+                now = fallback
+            if now != plan and max(plan.devices) < stretch.gpus:
+                # Back once what was missed exceeds the restart, as `Missed` does.
+                gain = self._step_s(now, stretch.bucket) - self._step_s(plan, stretch.bucket)
+                back_s = self._change_s(now, plan)
+                waits = math.ceil(max(0.0, back_s - missed) / gain) if gain > 0 else steps
+                waits = min(steps, waits)
+                total += waits * self._step_s(now, stretch.bucket)
+                missed += waits * max(0.0, gain)
+                steps -= waits
+                if steps:
+                    total += back_s
+                    missed, now = 0.0, plan
+            total += steps * self._step_s(now, stretch.bucket)
         return total
+
+    def _change_s(self, now: GlobalPlan, then: GlobalPlan) -> float:
+        """Seconds of a restart from one plan in another."""
+        return self.world.checkpoint_s(now) + sum(self.world.start_s(then).values())
 
     def _step_s(self, plan: GlobalPlan, bucket: int) -> float:
         key = (plan.assignments, bucket)

@@ -44,6 +44,7 @@ class Planning:
 
     def __init__(self, known: Known) -> None:
         self.known = known
+        self._seconds: dict[tuple[object, LengthDistribution, float], float | None] = {}
         self._best: dict[tuple[int, LengthDistribution, float], GlobalPlan | None] = {}
 
     def best(
@@ -95,6 +96,14 @@ class Planning:
 
         memory: the part of each GPU's memory to fit into.
         """
+        key = (chosen.assignments, response_tokens, memory)
+        if key not in self._seconds:
+            self._seconds[key] = self._estimated(chosen, response_tokens, memory)
+        return self._seconds[key]
+
+    def _estimated(
+        self, chosen: GlobalPlan, response_tokens: LengthDistribution, memory: float
+    ) -> float | None:
         setting = self.known.setting
         workload = setting.workload(response_tokens)
         try:

@@ -5,6 +5,9 @@ static            the planner's best for the first conditions, sized so that the
                   again once they are back: nothing else changes it
 dp_scaling        static's TP and PP; DP follows the GPUs, by transitions
 static_hindsight  as static, but the one plan that does best on the whole trace (hindsight.py)
+
+Going back to more GPUs waits until what was missed since they came exceeds what the change costs,
+so that GPUs which come and go do not cost more than they bring.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 from nereus_plugins.cost.estimate import check_layout
+from nereus_plugins.gtg.compile import InfeasibleTransition
 from nereus_plugins.planner.candidates import knob_choices
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 
@@ -53,6 +57,28 @@ class Policy(Protocol):
         ...
 
 
+class Missed:
+    """Seconds that a job has lost by not running in the plan it could run in."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def pays(
+        self, job: SimulatedJob, target: GlobalPlan, planning: Planning, cost_s: float
+    ) -> bool:
+        """Count the last step in; whether it has become more than `cost_s`, and then begin anew."""
+        last = job.observe()
+        lengths = planning.sized_lengths()
+        here_s = planning.seconds(job.describe(), lengths)
+        there_s = planning.seconds(target, lengths)
+        if last is not None and here_s and there_s:
+            self.seconds += max(0.0, last.step_s * (1.0 - there_s / here_s))
+        if self.seconds <= cost_s:
+            return False
+        self.seconds = 0.0
+        return True
+
+
 # After each failure for want of memory, plans are made for this much less of it.
 LESS_MEMORY = 0.94
 
@@ -63,6 +89,7 @@ class Static:
     def __init__(self, name: str = "static", own: GlobalPlan | None = None) -> None:
         self.name = name
         self.memory = 1.0
+        self.missed = Missed()
         self._given = own
         self.planning: Planning
         self.own: GlobalPlan
@@ -70,6 +97,7 @@ class Static:
     def start(self, known: Known) -> GlobalPlan:
         self.planning = Planning(known)
         self.memory = 1.0
+        self.missed = Missed()
         self.own = self._given or self.sized(known.gpus)
         if max(self.own.devices) >= known.gpus:
             return self.sized(known.gpus)
@@ -78,7 +106,12 @@ class Static:
     def decide(self, job: SimulatedJob) -> Decision | None:
         there, now = job.available(), job.describe()
         if max(self.own.devices) < there:
-            return None if now == self.own else Decision(self.own, restart=True)
+            if now == self.own:
+                return None
+            world = job.world
+            cost_s = world.checkpoint_s(now) + sum(world.start_s(self.own).values())
+            pays = self.missed.pays(job, self.own, self.planning, cost_s)
+            return Decision(self.own, restart=True) if pays else None
         if max(now.devices) < there:
             return None
         return Decision(self.sized(there), restart=True)
@@ -129,6 +162,14 @@ class DPScaling:
         pair = (now.assignments, target.assignments)
         if pair in self._impossible:
             return Decision(target, restart=True) if taken else None
+        if not taken:
+            try:
+                cost_s = job.world.transitions.cost(now, target).stall_s
+            except InfeasibleTransition:
+                self._impossible.add(pair)
+                return None
+            if not self.fixed.missed.pays(job, target, self.fixed.planning, cost_s):
+                return None
         return Decision(target)
 
     def refused(self, job: SimulatedJob, decision: Decision) -> None:

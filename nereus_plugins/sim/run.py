@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nereus_plugins.job import Proposal
-from nereus_plugins.spec import SpecError
+from nereus_plugins.spec import GlobalPlan, SpecError
 from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord
 
 from .hindsight import StaticHindsight
@@ -22,7 +23,7 @@ from .world import World
 POLICIES: Mapping[str, Callable[[World], Policy]] = {
     "static": lambda world: Static(),
     "dp_scaling": lambda world: DPScaling(),
-    "static_hindsight": StaticHindsight,
+    "static_hindsight": lambda world: StaticHindsight(world, lambda plan: _held_s(world, plan)),
 }
 # A step that fails this often in a row ends the run.
 MOST_FAILURES = 6
@@ -98,6 +99,12 @@ def through(world: World, policy: Policy, records: Path | None = None) -> Result
     finally:
         if writer is not None:
             writer.close()
+
+
+def _held_s(world: World, plan: GlobalPlan) -> float:
+    """Seconds of the trace as `static` with this plan; infinite if it does not reach the end."""
+    result = through(world, Static("held", plan))
+    return math.inf if result.stopped else result.run_s
 
 
 def _to_the_end(job: SimulatedJob, policy: Policy) -> tuple[float, str]:
