@@ -121,6 +121,9 @@ class TransitionRecord(Record):
     ranks: where the set of ranks changes: "from" and "to", how many; "joined" and "left", by name;
         "nodes", of each rank there will be.
     knobs: by unit whose knobs change: "from" and "to".
+    rollout: where the rollout followed: "from" and "to"; replicas "kept", "ended" and "launched" by
+        number; "fell_back", why "from" is in force ("" if "to" is); by replica its server, and the
+        seconds of its launch by part; the "fingerprint" of the weights that every replica holds.
     """
 
     kind: ClassVar[str] = "transition"
@@ -134,6 +137,7 @@ class TransitionRecord(Record):
     digest: str
     ranks: Mapping[str, Any] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS: Mapping[str, type[Record]] = {

@@ -69,6 +69,16 @@ def transition_lines(record: TransitionRecord) -> Iterator[str]:
         was, now = change["from"], change["to"]
         changed = [f"{k} {was.get(k)} -> {now.get(k)}" for k in now if was.get(k) != now.get(k)]
         yield f"  {name} knobs: {', '.join(changed)}"
+    if record.rollout:
+        numbers = (
+            f"{len(record.rollout[key])} {key}"
+            for key in ("kept", "ended", "launched")
+            if record.rollout[key]
+        )
+        yield (
+            f"  rollout: tp {record.rollout['from']['tp']} -> {record.rollout['to']['tp']}, "
+            f"replicas: {', '.join(numbers)}"
+        )
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

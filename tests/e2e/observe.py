@@ -1,5 +1,5 @@
 """Loaded into a job by VERL_USE_EXTERNAL_MODULES: writes down, before and after every transition,
-what the units hold and which actors and placement groups there are.
+what the units and the rollout's servers hold, and which actors and placement groups there are.
 
 Nothing of the job changes: the driver's `VerlJob.transition` is called as it is.
 """
@@ -17,6 +17,7 @@ from nereus_cpu.post_import import after_import
 
 FILE = "NEREUS_TEST_OBSERVED"
 ROLLOUT_FAILS = "NEREUS_TEST_ROLLOUT_FAILS"  # set: no rollout server can be launched again
+SERVER_FAULTS = "NEREUS_TEST_SERVER_FAULTS"  # see tests.e2e.broken_server
 UNEXPECTED = "NEREUS_TEST_UNEXPECTED"  # set: the job does not know at its start that ranks change
 
 
@@ -28,7 +29,8 @@ def environment(file: Path) -> dict[str, str]:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """One observation before and one after every transition: {"units", "actors", "groups"}."""
+    """One observation before and one after every transition: {"units", "servers", "actors",
+    "groups", "bundles"}."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -82,6 +84,24 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in merge_scalars(parts).items() if key != RNG}
 
 
+def served(server: Any) -> dict[str, str]:
+    """In a server of the CPU rollout: digests of all weights that it generates with."""
+    import torch
+
+    return {
+        name: hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, weight in server._model.state_dict().items()
+    }
+
+
+def _servers() -> dict[str, dict[str, str]]:
+    import ray
+
+    names = [actor["name"] for actor in ray.util.list_named_actors(True)]
+    servers = {name: ray.get_actor(name) for name in names if "hf_server" in name}
+    return {name: ray.get(one.__ray_call__.remote(served)) for name, one in servers.items()}
+
+
 def _observe(job: Any) -> None:
     import ray
     from nereus_verl.driver import call_all
@@ -90,6 +110,7 @@ def _observe(job: Any) -> None:
     table = ray.util.placement_group_table().values()
     line = {
         "units": digests(parts),
+        "servers": _servers(),
         "actors": sorted(actor["name"] for actor in ray.util.list_named_actors(True)),
         "groups": sum(group["state"] == "CREATED" for group in table),
         "bundles": ray.available_resources().get("GPU", 0.0),
@@ -116,10 +137,19 @@ def _expect_no_change(module: ModuleType) -> None:
 
 
 def _launch_nothing(module: ModuleType) -> None:
-    def fail(trainer: Any) -> None:
+    def fail(*args: Any) -> None:
         raise MemoryError("none left for a server")
 
-    module.reconcile_rollout = fail  # type: ignore[attr-defined]
+    module.launch_replicas = fail  # type: ignore[attr-defined]
+
+
+def _break_servers(module: ModuleType) -> None:
+    """The driver launches servers that fail as the file says."""
+    if not hasattr(module, "HFServer"):  # in a server, which is importing it just now
+        return
+    from tests.e2e.broken_server import BrokenServer
+
+    module.HFServer = BrokenServer  # type: ignore[attr-defined]
 
 
 # Tests import this file too, beside others that need `VerlJob` as it is.
@@ -127,5 +157,7 @@ if os.environ.get(FILE):
     after_import("nereus_verl.job", _watch)
 if os.environ.get(ROLLOUT_FAILS):
     after_import("nereus_verl.verl_private", _launch_nothing)
+if os.environ.get(SERVER_FAULTS):
+    after_import("nereus_cpu.rollout", _break_servers)
 if os.environ.get(UNEXPECTED):
     after_import("nereus_verl.preflight", _expect_no_change)

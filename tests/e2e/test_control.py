@@ -16,7 +16,7 @@ from nereus_plugins.control.messages import ENDPOINT_FILE
 from nereus_plugins.trace.record import TransitionRecord, read_records
 from tests.e2e.jobs import TIMEOUT_S, small_job
 
-STEPS = 6
+STEPS = 7
 
 
 @pytest.mark.full
@@ -43,22 +43,29 @@ def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[
         thread.join()
     results[0].require_success()
     assert "live, pid" in said
-    assert "plan of epoch 2, on 1 ranks" in said
+    assert "plan of epoch 3, on 1 ranks" in said
+    assert "rollout: tp 1 -> 2, replicas: 2 ended, 1 launched" in said
 
     transitions = [r for r in read_records(run_dir) if isinstance(r, TransitionRecord)]
-    assert [t.outcome for t in transitions] == ["skipped", "committed", "committed"]
+    assert [t.outcome for t in transitions] == ["skipped", *["committed"] * 3]
     assert transitions[0].step == 1
     assert transitions[0].reason.startswith("the job was paused")
-    assert (transitions[2].ranks["from"], transitions[2].ranks["to"]) == (2, 1)
+    assert [(t.rollout["from"]["tp"], t.rollout["to"]["tp"]) for t in transitions[2:]] == [
+        (1, 2),
+        (2, 1),
+    ]
+    assert (transitions[3].ranks["from"], transitions[3].ranks["to"]) == (2, 1)
     steps = [t.step for t in transitions]
     assert steps == sorted(set(steps))
     metrics = {m["step"]: m for m in results[0].metrics}
     for step in range(1, STEPS + 1):
-        changed = 2 if steps[1] < step <= steps[2] else 1
+        changed = 2 if steps[1] < step <= steps[3] else 1
         assert metrics[step]["nereus/actor/ulysses"] == changed
         assert metrics[step]["nereus/critic/ulysses"] == 1
-        assert metrics[step]["nereus/world_size"] == (2 if step <= steps[2] else 1)
-        assert metrics[step]["nereus/actor-train/micro_batch"] == (8 if step <= steps[2] else 4)
+        assert metrics[step]["nereus/world_size"] == (2 if step <= steps[3] else 1)
+        assert metrics[step]["nereus/actor-train/micro_batch"] == (8 if step <= steps[3] else 4)
+        tp = 2 if steps[2] < step <= steps[3] else 1
+        assert metrics[step]["nereus/actor-generate/tp"] == tp
 
     # The job has ended: nothing is left of its endpoint, and its records still tell.
     assert not (run_dir / ENDPOINT_FILE).exists()
@@ -93,9 +100,15 @@ def _command(
     assert "plan 1: committed" in said
     assert submit("{ranks: 1}", "--epoch", "0") == 3
     assert "stale: made for epoch 0, the job is in epoch 1" in capfd.readouterr().err
-    assert submit("{ranks: 1, actor: {ulysses: 1, micro_batch: 4}}") == 0
+    assert submit("{rollout: {tp: 3}}") == 3
+    assert "plan: a rollout replica is made for 3 ranks" in capfd.readouterr().err
+    assert submit("{rollout: {tp: 2}}") == 0
+    assert "at the next iteration boundary: rollout TP1 -> TP2" in capfd.readouterr().out
+    assert submit("{ranks: 1, actor: {ulysses: 1, micro_batch: 4}}") == 3
+    assert "which do not divide 1" in capfd.readouterr().err
+    assert submit("{ranks: 1, actor: {ulysses: 1, micro_batch: 4}, rollout: {tp: 1}}") == 0
     said = capfd.readouterr().out
-    phases = [said.find(f": {p} ...") for p in ("join", "prepare", "commit", "follow")]
+    phases = [said.find(f": {p} ...") for p in ("join", "prepare", "commit", "follow", "rollout")]
     assert -1 not in phases, said
     assert phases == sorted(phases), said
     assert main(["status", run]) == 0

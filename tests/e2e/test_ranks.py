@@ -93,6 +93,8 @@ def _check_books(directory: Path, name: str, metrics: list[dict[str, Any]]) -> N
         (0, 3),
         (1, 0),
     ]
+    rollouts = [(t.rollout["kept"], t.rollout["ended"], t.rollout["launched"]) for t in transitions]
+    assert rollouts == [([0, 1], [], [2, 3]), ([0], [1, 2, 3], []), ([0], [], [1])]
     predictions = [u["prediction"] for t in transitions for u in t.units.values()]
     assert predictions == [[]] * 9, "what was built is what was predicted"
     committed = Journal(directory / name / "checkpoints" / "nereus" / "journal.jsonl").read()
@@ -336,7 +338,8 @@ def test_a_rollout_that_cannot_follow_ends_the_job_with_a_checkpoint(directory: 
     result = _run(directory, "deaf", nereus=nereus, env=env, steps=2)
     assert result.returncode not in (0, -9), "the job must end by itself, with an error"
     text = result.log.read_text()
-    assert "is committed, but the job cannot go on: the rollout did not follow: MemoryError" in text
+    assert "training state is whole, but the job cannot go on: the rollout did not follow" in text
+    assert "MemoryError: none left for a server" in text
     saved = directory / "deaf" / "checkpoints" / "global_step_1"
     assert f"its state is saved in {saved}" in text
     stamp = json.loads((saved / FILE).read_text())

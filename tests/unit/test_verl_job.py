@@ -63,7 +63,8 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
     schedule = {50: {"shard_size": 2}, 100: {"dp": 4}}
     start = checked(tmp_path, schedule)
     assert list(start.targets) == [50, 100]
-    stamp.write(tmp_path / "global_step_50", start.layouts, start.knobs, start.config, 0)
+    now = (start.knobs, start.config)
+    stamp.write(tmp_path / "global_step_50", start.layouts, *now, 0, start.rollout)
     (tmp_path / NEWEST).write_text("50")
     resumed = checked(tmp_path, schedule)
     assert list(resumed.targets) == [50, 100]
@@ -71,7 +72,7 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
 
     # One step on, the checkpoint is in the new layout.
     changed = dict.fromkeys(start.layouts, HSDP)
-    stamp.write(tmp_path / "global_step_51", changed, start.knobs, start.config, 1)
+    stamp.write(tmp_path / "global_step_51", changed, *now, 1, start.rollout)
     (tmp_path / NEWEST).write_text("51")
     with pytest.raises(stamp.LayoutMismatch, match="fsdp_size=2"):
         checked(tmp_path, schedule)

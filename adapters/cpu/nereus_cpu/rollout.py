@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from nereus_cpu.checks import CpuPlatformError
 from nereus_cpu.generate import Completion, Request, generate
+from nereus_plugins.transport import fingerprint
 
 GATHER_S = 0.02  # how long a batch waits for more requests
 
@@ -34,6 +36,7 @@ class HFServer:
     def __init__(self, config: Any, model_config: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        began = time.perf_counter()
         torch.set_num_threads(1)
         self._config = config
         hf_config = AutoConfig.from_pretrained(model_config.path)
@@ -41,6 +44,8 @@ class HFServer:
         self._global_steps: int | None = None
         self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._serving: asyncio.Task[None] | None = None
+        self._names: list[str] = []  # of the weights that were loaded last
+        self._launch_seconds = {"load": time.perf_counter() - began}
 
     def _request(self, prompt_ids: Iterable[int], params: dict[str, Any]) -> Request:
         top_p, top_k = params.get("top_p", 1.0), params.get("top_k", -1)
@@ -105,6 +110,20 @@ class HFServer:
             )
         self._model.tie_weights()
         self._global_steps = global_steps
+        self._names = [name for name, _ in named]
+
+    async def fingerprints(self) -> dict[str, str]:
+        """Of the weights that the model holds, by the names under which they were loaded."""
+
+        def taken() -> dict[str, str]:
+            held = self._model.state_dict()
+            return {name: fingerprint.of_tensor(held[name]) for name in self._names}
+
+        return await asyncio.to_thread(taken)
+
+    async def launch_seconds(self) -> dict[str, float]:
+        """Of the launch, by part: there is nothing to compile, capture or profile."""
+        return self._launch_seconds
 
     # The rest of verl's server interface: memory is never given up, nothing is cached or profiled.
     async def wake_up(self, tags: list[str] | None = None) -> None:

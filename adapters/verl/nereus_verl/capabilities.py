@@ -14,10 +14,11 @@ from typing import Any
 
 from nereus_plugins.job import Capabilities, Refusal, StageCapability
 from nereus_plugins.spec import Layout, ModelSpec, ModelStage, SpecError
-from nereus_verl import jobconfig, knobs
+from nereus_verl import jobconfig, knobs, rollout
 from nereus_verl.config import SIZES, SWITCHES
 from nereus_verl.jobconfig import UnitConfig, select
 from nereus_verl.knobs import STAGES, Batching, UnitKnobs
+from nereus_verl.rollout_backends import backend_of
 
 FIELDS = {
     "fsdp2": frozenset({"dp", "ulysses", "sharding", "shard_size"}),
@@ -319,14 +320,6 @@ _REF_OFFLOAD = (
     "verl keeps the FSDP2 reference in host memory (CPUOffloadPolicy) wherever there is an "
     "accelerator, out of reach of the ranks' transport: its layout stays as it is"
 )
-# Rollouts that follow where the set of ranks changes.
-ELASTIC_ROLLOUTS = ("hf_cpu",)
-_FIXED_ROLLOUT = Refusal(
-    "ranks that join and leave with vLLM, SGLang or TensorRT-LLM",
-    "nereus.schedule: ranks, dp",
-    "ending and launching their engines in a running job has not been tested",
-    "keep the number of ranks",
-)
 
 
 def all_refusals() -> tuple[Refusal, ...]:
@@ -339,7 +332,7 @@ def all_refusals() -> tuple[Refusal, ...]:
         _MIXED,
         _MODEL,
         _SHUFFLE,
-        _FIXED_ROLLOUT,
+        rollout.FIXED,
         knobs.FIXED,
         knobs.NOT_SELECTIVE,
         knobs.BESIDE_OFFLOADED_ACTIVATIONS,
@@ -397,16 +390,21 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
         for name, unit in units.items()
         for stage in STAGES[name]
     }
+    backend = backend_of(config)
+    if backend is not None:
+        stages[ModelStage.ACTOR_GENERATE] = StageCapability(
+            layout_fields=frozenset({"tp", "dp"}),
+            knob_fields=frozenset(
+                {"rollout_memory_fraction"} if backend.takes_memory_fraction else ()
+            ),
+        )
     coupled = tuple(frozenset(STAGES[name]) for name in units if len(STAGES[name]) > 1)
     return Capabilities(
         framework="verl",
         framework_version=version,
         stages=stages,
         coupled=coupled,
-        devices_fixed=not (
-            set(changeable(config)) == set(units)
-            and select(config, "actor_rollout_ref.rollout.name") in ELASTIC_ROLLOUTS
-        ),
+        devices_fixed=not (set(changeable(config)) == set(units) and backend is not None),
         refused=all_refusals(),
     )
 
@@ -504,16 +502,8 @@ def _check_ranks(
             f"{where}.leave: ranks {list(leave)} of {now}, which are 0 to {now - 1}: at least one "
             "of them must stay"
         )
-    rollout = str(select(config, "actor_rollout_ref.rollout.name"))
-    if rollout not in ELASTIC_ROLLOUTS:
-        raise SpecError(f"{where}: the set of ranks cannot change. {_FIXED_ROLLOUT}")
-    replica = jobconfig.ranks_per_replica(config)
-    if world % replica:
-        raise SpecError(
-            f"{where}: a rollout replica is made for {replica} ranks "
-            "(actor_rollout_ref.rollout.tensor_model_parallel_size and its like), which do not "
-            f"divide {world}; set it to 1, or choose another number of ranks"
-        )
+    if backend_of(config) is None:
+        raise SpecError(f"{where}: the set of ranks cannot change. {rollout.FIXED}")
     return world
 
 

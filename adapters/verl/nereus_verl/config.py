@@ -11,6 +11,7 @@ A schedule maps a training step to the layouts that hold from the end of that st
         25: {leave: [0]}                                   # rank 0 leaves, another joins for it
         30: {actor: {token_budget_tokens: 8192}}           # larger micro-batches; nothing moves
         35: {actor: {recompute: full}, critic: {offload_optimizer: true}}
+        45: {rollout: {tp: 2, memory_fraction: 0.5}}       # servers of the rollout, launched anew
 
 The fields of a layout are those of `nereus_plugins.spec.Layout`. What is left out is 1; `dp` left
 out takes the remaining ranks; `ranks` left out is what the layouts take, which is the number in
@@ -38,7 +39,9 @@ from nereus_plugins.spec.record import (
 
 UNITS = ("actor", "critic", "ref")
 BACKENDS = ("fsdp2", "megatron")
-RANKS, LEAVE = "ranks", "leave"
+RANKS, LEAVE, ROLLOUT = "ranks", "leave", "rollout"
+BESIDE = (RANKS, LEAVE, ROLLOUT)  # what stands beside units in a plan
+ROLLOUT_FIELDS = ("tp", "replicas", "memory_fraction")
 LAYOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Layout))
 KNOB_FIELDS = tuple(f.name for f in dataclasses.fields(Knobs))
 # The knobs that can change: sizes of a micro-batch, and what is switched in a live engine.
@@ -140,22 +143,33 @@ def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "assignments" in plan:
         GlobalPlan.from_dict(plan, where=where)
         return plan
-    whole, plan = plan, {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
+    whole, plan = plan, {key: value for key, value in plan.items() if key not in BESIDE}
     if RANKS in whole:
         require_int(where, RANKS, whole[RANKS])
     _check_leave(whole.get(LEAVE, ()), f"{where}.{LEAVE}")
+    if ROLLOUT in whole:
+        _check_rollout(whole[ROLLOUT], f"{where}.{ROLLOUT}")
     if set(plan) & set(UNITS) or any(isinstance(value, Mapping) for value in plan.values()):
         for unit, layout in plan.items():
             if unit not in UNITS:
-                raise unknown_key(unit, (*UNITS, RANKS, LEAVE), where)
+                raise unknown_key(unit, (*UNITS, *BESIDE), where)
             require(
                 isinstance(layout, Mapping),
                 f"{where}.{unit} must be fields of layout or knobs, like {{tp: 2}}, got {layout!r}",
             )
             _check_fields(layout, UNIT_FIELDS, f"{where}.{unit}")
         return whole
-    _check_fields(plan, (*UNIT_FIELDS, RANKS, LEAVE), where)
+    _check_fields(plan, (*UNIT_FIELDS, *BESIDE), where)
     return whole
+
+
+def _check_rollout(fields: Any, where: str) -> None:
+    require(
+        isinstance(fields, Mapping) and len(fields) > 0,
+        f"{where} must be a mapping with some of {', '.join(ROLLOUT_FIELDS)}, like {{tp: 2}}, got "
+        f"{fields!r}",
+    )
+    _check_fields(fields, ROLLOUT_FIELDS, where)
 
 
 def _check_leave(ranks: Any, where: str) -> None:
@@ -288,7 +302,7 @@ def plan_layouts(
 
 def by_unit(plan: Mapping[str, Any], units: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Unit -> its fields in a plan other than a global one, which may give all `units` the same."""
-    plan = {key: value for key, value in plan.items() if key not in (RANKS, LEAVE)}
+    plan = {key: value for key, value in plan.items() if key not in BESIDE}
     if plan and not set(plan) & set(UNITS):
         return {unit: plan for unit in units}
     return plan
@@ -313,8 +327,7 @@ def global_plan_layouts(
 ) -> dict[str, Layout]:
     """Unit -> layout of a global plan, whose stages of one unit must agree.
 
-    The rollout (actor-generate) is derived state and not changed by this adapter, so its
-    assignment is passed over.
+    The rollout (actor-generate) has no unit: see `rollout.global_plan_rollout`.
 
     Raises: SpecError naming the stage.
     """

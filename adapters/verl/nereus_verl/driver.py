@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from nereus_verl import verl_private
 
 POLL_S = 1.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class WorkersFailed(RuntimeError):
@@ -76,6 +78,14 @@ def call_all(
                 results[rank] = without(rank, failure)
             break
     return results
+
+
+def brief(error: BaseException) -> str:
+    """An error in one line. Ray's carry the traceback of another process: its last line says what
+    happened there."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    text = " ... ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else ""
+    return f"{type(error).__name__}: {text}"
 
 
 def _failure(error: RayError, rank: int, phase: str) -> str:

@@ -39,6 +39,9 @@ from nereus_verl.ranks import (
     Ranks,
     Setup,
 )
+from nereus_verl.reconcile import Rollout, RolloutLost, RolloutReport
+from nereus_verl.rollout import RolloutPlan, check_rollout, global_plan_rollout, plan_rollout
+from nereus_verl.rollout_backends import backend_of
 
 JOURNAL_FILE = "journal.jsonl"
 SUBMITTED = "plan"  # what messages call a submitted plan
@@ -67,6 +70,8 @@ class VerlJob:
         self._ranks = ranks
         self._layouts = dict(checked.layouts)
         self._knobs = dict(checked.knobs)
+        self._rollout = Rollout(ranks, backend_of(checked.config), checked.rollout)
+        self.rollout_is_synced = False  # at this boundary
         self._records = RecordWriter(checked.run_dir)
         self._journal = Journal(checked.run_dir / JOURNAL_FILE)
         # Epochs go on from an earlier run of the same job; each attempt takes one.
@@ -138,8 +143,10 @@ class VerlJob:
             for stage in knobs.STAGES[name]:
                 live = self._knobs[name].knobs(stage)
                 assignments[stage] = Assignment(layout, Knobs(**fixed, **live))
-        rollout = jobconfig.rollout_layout(config, len(self._ranks))
-        assignments[ModelStage.ACTOR_GENERATE] = Assignment(rollout, knobs.rollout_knobs(config))
+        rollout = self._rollout.plan
+        assignments[ModelStage.ACTOR_GENERATE] = Assignment(
+            rollout.layout(len(self._ranks)), rollout.knobs()
+        )
         return GlobalPlan(assignments, name=f"epoch-{self._epoch}")
 
     def epoch(self) -> int:
@@ -174,7 +181,14 @@ class VerlJob:
             current=self._knobs,
             where=where,
         )
-        return self.transition(targets, where, unit_knobs=unit_knobs)
+        rollout = global_plan_rollout(
+            proposal.plan,
+            config=self.checked.config,
+            current=self._rollout.plan,
+            world=_world(self._layouts | targets),
+            where=where,
+        )
+        return self.transition(targets, where, unit_knobs=unit_knobs, rollout=rollout)
 
     # -- what the trainer calls -----------------------------------------------------------------
 
@@ -187,6 +201,9 @@ class VerlJob:
 
     def unit_knobs(self, unit: str) -> UnitKnobs:
         return self._knobs[unit]
+
+    def rollout(self) -> RolloutPlan:
+        return self._rollout.plan
 
     def world_size(self) -> int:
         return len(self._ranks)
@@ -210,6 +227,7 @@ class VerlJob:
         refused if the epoch has changed.
         """
         self._step = step
+        self.rollout_is_synced = False
         if step in self.checked.targets:
             return self._run_scheduled(step)
         return self._run_submitted(step)
@@ -221,17 +239,18 @@ class VerlJob:
         targets, unit_knobs = self.checked.targets[step], self.checked.knob_targets[step]
         changes = {name: (self._layouts[name], layout) for name, layout in targets.items()}
         switched = {name: (self._knobs[name], new) for name, new in unit_knobs.items()}
+        rollout = self.checked.rollout_targets[step]
         if self._inbox.paused:
-            run = _Run(self._epoch, step, changes, switched)
+            run = _Run(self._epoch, step, changes, switched, self._rollout.plan, rollout)
             run.outcome = "skipped"
             run.reason = "the job was paused; `nereus transition` can submit the plan"
             return self._finished(run)
         try:
             leave = self.checked.leave[step]
-            return self.transition(targets, f"nereus.schedule.{step}", leave, unit_knobs)
+            return self.transition(targets, f"nereus.schedule.{step}", leave, unit_knobs, rollout)
         except SpecError as error:
             self._attempts += 1
-            run = _Run(self._attempts, step, changes, switched)
+            run = _Run(self._attempts, step, changes, switched, self._rollout.plan, rollout)
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
 
@@ -253,30 +272,36 @@ class VerlJob:
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
         layouts, now = dict(self._layouts), dict(self._knobs)
-        targets, _, leave, unit_knobs = self._targets(plan)
+        targets, _, leave, unit_knobs, rollout = self._targets(plan)
         changes = [f"{n} {layouts[n]} -> {t}" for n, t in targets.items() if t != layouts[n]]
         changes += [
             f"{n} {change}" for n, new in unit_knobs.items() for change in now[n].changes_to(new)
         ]
         changes += [f"ranks {', '.join(map(str, leave))} leave"] if leave else []
+        before = self._rollout.plan
+        changes += [f"rollout {before} -> {rollout}"] if rollout != before else []
         if not changes:
             raise SpecError(f"nothing to change: {_listed(layouts)} is in force")
         return ", ".join(changes)
 
     def _targets(
         self, plan: Mapping[str, Any]
-    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, UnitKnobs]]:
+    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, UnitKnobs], RolloutPlan]:
         """The arguments of `transition`. Raises: SpecError if the plan cannot be run."""
         checked = self.checked
+        plan = check_plan(plan, SUBMITTED)
+        layouts = dict(self._layouts)
         targets, leave, unit_knobs = plan_targets(
-            checked.config,
-            checked.models,
-            check_plan(plan, SUBMITTED),
-            dict(self._layouts),
-            dict(self._knobs),
-            SUBMITTED,
+            checked.config, checked.models, plan, layouts, dict(self._knobs), SUBMITTED
         )
-        return targets, SUBMITTED, leave, unit_knobs
+        rollout = plan_rollout(
+            plan,
+            config=checked.config,
+            current=self._rollout.plan,
+            world=_world(layouts | targets),
+            where=SUBMITTED,
+        )
+        return targets, SUBMITTED, leave, unit_knobs, rollout
 
     def _listen(self, run_id: str) -> None:
         self._inform()
@@ -310,14 +335,16 @@ class VerlJob:
         where: str,
         leave: Sequence[int] = (),
         unit_knobs: Mapping[str, UnitKnobs] | None = None,
+        rollout: RolloutPlan | None = None,
     ) -> TransitionRecord:
-        """One transition of the named units, as a transaction.
+        """One transition of the named units, as a transaction; then the rollout follows.
 
         Args:
             targets: by unit; others stay. where: what asked for it, for messages.
             leave: ranks that must leave; others join for them, or follow them out, as the layouts
                 take more or fewer ranks than stay.
             unit_knobs: by unit; others stay.
+            rollout: None: stays, but for the number of replicas.
 
         Returns: the record, also when it was aborted: then the old layouts are in force.
 
@@ -329,6 +356,14 @@ class VerlJob:
         after = self._knobs | dict(unit_knobs or {})
         world = capabilities.check_targets(
             checked.config, checked.models, self._layouts, targets, where, leave, after
+        )
+        rollout = rollout or self._rollout.plan
+        check_rollout(
+            rollout,
+            config=checked.config,
+            current=self._rollout.plan,
+            world=world,
+            where=where,
         )
         change = self._ranks.change_to(world, leave)
         changes = {
@@ -342,17 +377,23 @@ class VerlJob:
             self._step,
             {n: (self._layouts[n], t) for n, t in changes.items()},
             {n: (self._knobs[n], new) for n, new in after.items() if new != self._knobs[n]},
+            self._rollout.plan,
+            rollout,
             self._inbox.doing,
         )
-        if changes or run.knobs:
+        if changes or run.knobs or run.rollout_changes():
             say(f"step {self._step}: {run.listed()} ...")
             try:
-                if not changes:
+                if not changes and not run.knobs:
+                    self._change_rollout(run)
+                elif not changes:
                     self._change_knobs(run)
                 elif change is None:
                     self._execute(run, changes, self._ranks.current)
                 else:
                     self._execute_on_other_ranks(run, changes, change)
+                if run.outcome == "committed" and (changes or run.knobs):
+                    self._follow_with_rollout(run, change)
             except (WorkersFailed, TransitionFailed) as error:
                 run.outcome, run.reason = "failed", str(error)
                 last_words = self._last_words(run)
@@ -364,8 +405,8 @@ class VerlJob:
                     last_words += f" (which lack this: {unwritten})"
                 if isinstance(error, RolloutFailed):
                     raise RolloutFailed(
-                        f"the transition after step {self._step} ({run.listed()}) is committed, "
-                        f"but the job cannot go on: {error}"
+                        f"after the transition of step {self._step} ({run.listed()}) training "
+                        f"state is whole, but the job cannot go on: {error}"
                     ) from error
                 raise TransitionFailed(last_words) from error
         return self._finished(run)
@@ -405,13 +446,46 @@ class VerlJob:
                 change.give_back()
             return
         with run.timed("follow"):
+            change.follow()
+
+    def _follow_with_rollout(self, run: _Run, change: Change | None) -> None:
+        """After the commit: reconcile the rollout, where it or the ranks change."""
+        if change is None and not run.rollout_changes():
+            return
+        run.reason = "; ".join(filter(None, (run.reason, self._reconcile(run))))
+        if change is not None:
+            self._ranks.give_back_empty()
+
+    def _change_rollout(self, run: _Run) -> None:
+        """A transition of the rollout alone. It is committed in the journal first, as any; where
+        the rollout before had to come back, that is taken back."""
+        if not self._committed_in_journal(run, {}, self._ranks.names):
+            return
+        fell_back = self._reconcile(run)
+        if not fell_back:
+            self._epoch = run.epoch
+            return
+        run.outcome, run.reason = "aborted", fell_back
+        try:
+            self._journal.abort(epoch=run.epoch, reason=run.reason)
+        except (OSError, JournalError, EpochError) as error:
+            run.reason += f"; the journal still says that it was committed: {error}"
+
+    def _reconcile(self, run: _Run) -> str:
+        """Returns: why the rollout fell back to what it was, "" if it did not.
+
+        Raises: WorkersFailed; RolloutFailed where no rollout is left.
+        """
+        with run.timed("rollout"):
             try:
-                kept, launched = change.follow()
-            except WorkersFailed:
-                raise
-            except Exception as error:
-                raise RolloutFailed(f"the rollout did not follow: {error!r}") from error
-        run.ranks |= {"rollout_replicas_kept": kept, "rollout_replicas_launched": launched}
+                report = self._rollout.follow(run.rollout[1], run.step)
+            except RolloutLost as error:
+                raise RolloutFailed(str(error)) from error
+        run.reconciled(report)
+        self.rollout_is_synced = True
+        if not report.fell_back:
+            return ""
+        return f"the rollout stays as it was, {report.before}: {report.fell_back}"
 
     def _change_knobs(self, run: _Run) -> None:
         """A transition that moves nothing: committed in the journal, then set on every rank."""
@@ -433,6 +507,8 @@ class VerlJob:
         unit_knobs = self._knobs | run.new_knobs()
         if unit_knobs != self.checked.knobs:
             after["knobs"] = {name: one.to_dict() for name, one in unit_knobs.items()}
+        if run.rollout[1] != self.checked.rollout:
+            after["rollout"] = run.rollout[1].to_dict()
         try:
             with run.timed("journal"):
                 self._journal.commit(
@@ -589,7 +665,8 @@ class VerlJob:
 
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""
-        stamp.write(folder, self._layouts, self._knobs, self.checked.config, self._epoch)
+        config, rollout = self.checked.config, self._rollout.plan
+        stamp.write(folder, self._layouts, self._knobs, config, self._epoch, rollout)
 
     def _schedule(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -597,7 +674,13 @@ class VerlJob:
             out[str(step)] = {name: layout.to_dict() for name, layout in targets.items()}
             if knobs_too := self.checked.knob_targets[step]:
                 out[str(step)]["knobs"] = {name: c.to_dict() for name, c in knobs_too.items()}
+            out[str(step)]["rollout"] = self.checked.rollout_targets[step].to_dict()
         return out
+
+
+def _world(layouts: Mapping[str, Layout]) -> int:
+    """The ranks of a plan whose units all take the job's."""
+    return next(iter(layouts.values())).world_size
 
 
 def _lost_ranks(answer: Any, change: Change | None) -> str:
@@ -623,6 +706,8 @@ class _Run:
         step: int,
         changes: Mapping[str, tuple[Layout, Layout]],
         knobs: Mapping[str, tuple[UnitKnobs, UnitKnobs]],
+        rollout_before: RolloutPlan,
+        rollout_target: RolloutPlan,
         doing: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         self._doing = doing
@@ -630,6 +715,8 @@ class _Run:
         self.step = step
         self.changes = changes
         self.knobs = knobs
+        self.rollout = (rollout_before, rollout_target)
+        self.rollout_report: dict[str, Any] = {}
         self.outcome = "committed"
         self.reason = ""
         self.digest = ""
@@ -673,6 +760,14 @@ class _Run:
             spent = [report["units"].get(name, 0.0) for report in reports]
             unit["seconds"]["release"] = max(spent, default=0.0)
 
+    def rollout_changes(self) -> bool:
+        """Whether its layout or knob does; their number changes with the ranks too."""
+        return self.rollout[0] != self.rollout[1]
+
+    def reconciled(self, report: RolloutReport) -> None:
+        self.rollout_report = report.to_dict()
+        self.seconds |= {f"rollout.{part}": spent for part, spent in report.seconds.items()}
+
     def new_knobs(self) -> dict[str, UnitKnobs]:
         return {name: new for name, (_, new) in self.knobs.items()}
 
@@ -690,6 +785,7 @@ class _Run:
             seconds=self.seconds,
             digest=self.digest,
             ranks=self.ranks,
+            rollout=self.rollout_report,
             knobs={
                 name: {"from": old.to_dict(), "to": new.to_dict()}
                 for name, (old, new) in self.knobs.items()
@@ -703,6 +799,8 @@ class _Run:
             for name, (old, new) in self.knobs.items()
             for change in old.changes_to(new)
         ]
+        if self.rollout_changes():
+            parts.append(f"rollout {self.rollout[0]} -> {self.rollout[1]}")
         return ", ".join(parts) or "nothing to change"
 
     def summary(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,16 +139,3 @@ def layout_settings(unit: UnitConfig, layout: Layout) -> dict[str, Any]:
         f"{path}.fsdp_size": -1 if layout.sharding == "fsdp" else layout.shard_size,
         f"{path}.ulysses_sequence_parallel_size": layout.ulysses,
     }
-
-
-def rollout_layout(config: Mapping[str, Any], world_size: int) -> Layout:
-    """The layout of generation, of which this adapter changes the number of replicas only."""
-    tp = int(select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1))
-    pp = int(select(config, "actor_rollout_ref.rollout.pipeline_model_parallel_size", 1))
-    return Layout(tp=tp, pp=pp, dp=world_size // (tp * pp))
-
-
-def ranks_per_replica(config: Mapping[str, Any]) -> int:
-    """Ranks that one replica of the rollout is made for."""
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(int(select(config, f"actor_rollout_ref.rollout.{s}", 1)) for s in sizes)

@@ -27,6 +27,7 @@ STAGES: Mapping[str, tuple[ModelStage, ...]] = {
     "critic": (ModelStage.CRITIC_VALUES, ModelStage.CRITIC_TRAIN),
     "ref": (ModelStage.REF_LOGPROB,),
 }
+ROLLOUT_KNOB = "rollout_memory_fraction"
 # Which of a unit's two sizes each stage means. verl's actor computes the old log-probabilities too,
 # which are no stage of their own: they follow actor-train.
 _USES: Mapping[ModelStage, tuple[str, ...]] = {
@@ -36,8 +37,8 @@ _USES: Mapping[ModelStage, tuple[str, ...]] = {
     ModelStage.REF_LOGPROB: ("infer",),
 }
 FIXED = Refusal(
-    "activation offload and rollout memory fraction that change while the job runs",
-    "offload_activations, rollout_memory_fraction",
+    "activation offload that changes while the job runs",
+    "offload_activations",
     "verl applies them where it builds an engine, and a change has not been built and tested",
     "leave them out of the plan, or start the job with them",
 )
@@ -287,12 +288,6 @@ def knob_settings(config: Mapping[str, Any], unit: UnitConfig, knobs: UnitKnobs)
     return out
 
 
-def rollout_knobs(config: Mapping[str, Any]) -> Knobs:
-    """The knobs of actor-generate, which stay as they are."""
-    fraction = select(config, f"{_ROLLOUT}.gpu_memory_utilization")
-    return Knobs(rollout_memory_fraction=None if fraction is None else float(fraction))
-
-
 # -- in a plan -----------------------------------------------------------------------------------
 
 
@@ -329,6 +324,10 @@ def plan_knobs(
             f"{here}: this job has no {unit}; its units are {', '.join(units)}",
         )
         for name in asked:
+            require(
+                name != ROLLOUT_KNOB,
+                f"{here}.{name}: a knob of the rollout; write rollout: {{memory_fraction: ...}}",
+            )
             require(name in (*SIZES, *SWITCHES), f"{here}.{name}: {FIXED}")
         try:
             knobs = Knobs(**asked)
@@ -363,11 +362,11 @@ def global_plan_knobs(
         here = f"{where}: {stage}"
         knobs, unit = assignment.knobs, stage.model
         if stage is ModelStage.ACTOR_GENERATE:
-            now = rollout_knobs(config)
+            now = Knobs()  # its memory fraction: `rollout.global_plan_rollout`
         else:
             require(unit in units, f"{here} has no unit in this job")
             now = Knobs(**fixed_knobs(config, units[unit]))
-        changing = (*SIZES, *SWITCHES) if stage in _USES else ()
+        changing = (*SIZES, *SWITCHES) if stage in _USES else (ROLLOUT_KNOB,)
         for name in KNOB_FIELDS:
             value = getattr(knobs, name)
             if name in changing or value == getattr(usual, name):

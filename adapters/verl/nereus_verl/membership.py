@@ -32,7 +32,7 @@ from nereus_plugins.transport.torch_private import (
     name_groups_from,
     set_world,
 )
-from nereus_verl import verl_private
+from nereus_verl import rollout_worker, verl_private
 
 if TYPE_CHECKING:
     from nereus_verl.worker import RankState
@@ -163,18 +163,11 @@ def committed(worker: Any, state: RankState) -> bool:
 
 
 def settle(worker: Any, state: RankState) -> None:
-    """Drop the worlds that are over, and make verl's rollout for the new one. Collective among
-    the ranks of the new world."""
+    """Drop the worlds that are over, and with them the rollout's side in this process. Local."""
     change, state.change = state.change, None
     assert change is not None
     assert change.target is not None
-    roles = verl_private.rollout_roles(worker)
-    for role in roles:
-        mesh = verl_private.rollout_mesh(role)
-        for group in mesh.get_all_groups() if mesh is not None else []:
-            if group is not change.old:
-                state.rollout_groups.add(group)
-    state.rollout_groups.destroy()
+    rollout_worker.drop(state, worker, world=change.old)
     for world in (change.union, change.old):
         if world is not None:
             dist.destroy_process_group(world)
@@ -188,9 +181,6 @@ def settle(worker: Any, state: RankState) -> None:
         options=state.options,
     )
     state.transition.epoch = epoch
-    with state.rollout_groups.collect(timeout_s):
-        for role in roles:
-            verl_private.build_rollout(role)
 
 
 class _UnitOnTheMove:

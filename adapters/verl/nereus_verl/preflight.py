@@ -13,6 +13,7 @@ from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private
 from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
 from nereus_verl.knobs import UnitKnobs, plan_knobs
+from nereus_verl.rollout import RolloutPlan, plan_rollout, start_rollout
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Preflight:
         from was saved before the transition of its own step, so that one is still to come.
     leave: step -> ranks that a plan names to leave.
     knobs: by unit, at the start. knob_targets: step -> unit -> knobs.
+    rollout: at the start. rollout_targets: step -> rollout.
     """
 
     nereus: NereusConfig
@@ -35,6 +37,8 @@ class Preflight:
     leave: Mapping[int, tuple[int, ...]]
     knobs: Mapping[str, UnitKnobs]
     knob_targets: Mapping[int, Mapping[str, UnitKnobs]]
+    rollout: RolloutPlan
+    rollout_targets: Mapping[int, RolloutPlan]
     run_dir: Path
 
     def ranks_change(self) -> bool:
@@ -102,6 +106,8 @@ def run(config: Mapping[str, Any]) -> Preflight:
     start = {name: knobs.start_knobs(config, unit) for name, unit in units.items()}
     knob_targets: dict[int, Mapping[str, UnitKnobs]] = {}
     in_force = dict(start)
+    rollout = generate = start_rollout(config)
+    rollout_targets: dict[int, RolloutPlan] = {}
     for step, plan in nereus.schedule.items():
         if step < done:
             continue
@@ -110,6 +116,13 @@ def run(config: Mapping[str, Any]) -> Preflight:
         )
         in_force.update(knob_targets[step])
         current.update(targets[step])
+        generate = rollout_targets[step] = plan_rollout(
+            plan,
+            config=config,
+            current=generate,
+            world=next(iter(current.values())).world_size,
+            where=f"nereus.schedule.{step}",
+        )
     run_dir = _run_dir(nereus, config)
     return Preflight(
         nereus=nereus,
@@ -121,6 +134,8 @@ def run(config: Mapping[str, Any]) -> Preflight:
         leave=leave,
         knobs=start,
         knob_targets=knob_targets,
+        rollout=rollout,
+        rollout_targets=rollout_targets,
         run_dir=run_dir,
     )
 

@@ -306,13 +306,11 @@ class Change:
             verl_private.end_actor(rank.worker)
         self._ranks.give_back_empty()
 
-    def follow(self) -> tuple[int, int]:
-        """After the commit: end the ranks that left, have verl count with the new ones, and its
-        rollout follow.
+    def follow(self) -> None:
+        """After the commit: end the ranks that left, and have verl count with the new ones. Its
+        rollout has no ranks then; once it has followed, seats without a rank can be given back.
 
-        Returns: (rollout replicas kept, launched).
-
-        Raises: WorkersFailed, or what verl raises where it cannot launch a rollout.
+        Raises: WorkersFailed.
         """
         ranks, after = self._ranks, self.after
         limit_s = ranks.setup.timeout_s * DRIVER_PATIENCE
@@ -330,9 +328,6 @@ class Change:
             self._address,
             self._port,
         )
-        replicas = verl_private.reconcile_rollout(ranks.trainer)
-        ranks.give_back_empty()
-        return replicas
 
     def to_dict(self) -> dict[str, Any]:
         """For the record: how many ranks, by name which joined and left, all new ranks' nodes."""

@@ -15,6 +15,7 @@ from typing import Any
 from nereus_plugins.spec import Layout
 from nereus_verl import jobconfig
 from nereus_verl.knobs import UnitKnobs, knob_settings
+from nereus_verl.rollout import RolloutPlan
 
 FILE = "nereus_layout.json"
 SCHEMA_VERSION = 1
@@ -30,12 +31,14 @@ def write(
     unit_knobs: Mapping[str, UnitKnobs],
     config: Mapping[str, Any],
     epoch: int,
+    rollout: RolloutPlan,
 ) -> Path:
     """Stamp the checkpoint in `folder` (verl's global_step_N).
 
     Args:
         layouts: by unit, as saved. unit_knobs: by unit, in force; a checkpoint can be loaded
-            with others. config: verl's. epoch: of the plan in force.
+            with others. config: verl's. epoch: of the plan in force. rollout: in force; as with
+            knobs, any will do.
     """
     units = jobconfig.units(config)
     stamp = {
@@ -52,7 +55,8 @@ def write(
             path: value
             for name, one in unit_knobs.items()
             for path, value in knob_settings(config, units[name], one).items()
-        },
+        }
+        | rollout.settings(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE

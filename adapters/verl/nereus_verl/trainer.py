@@ -67,6 +67,8 @@ class NereusTrainer(PPOTrainerSync):
             # A checkpoint is saved before its step's transition: what resumes from it begins there.
             if self._job.is_due(self.global_steps):
                 self._run_due(self._job)
+                if self._job.rollout_is_synced:
+                    return
         super().on_init_end()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,6 +86,8 @@ class NereusTrainer(PPOTrainerSync):
             if self._job.is_due(self.global_steps):
                 with marked_timer("nereus_transition", self.timing_raw):
                     self._run_due(self._job)
+                if self._job.rollout_is_synced:  # and awake, which verl would do next
+                    return
         super().on_step_end()
 
     def _run_due(self, job: VerlJob) -> None:
@@ -107,6 +111,8 @@ class NereusTrainer(PPOTrainerSync):
                 settings |= knobs.knob_settings(job.checked.config, unit, job.unit_knobs(name))
                 for path, value in settings.items():
                     OmegaConf.update(self.config, path, value)
+            for path, value in job.rollout().settings().items():
+                OmegaConf.update(self.config, path, value)
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's balancing, such that every optimizer step still sees the same samples."""
@@ -187,13 +193,20 @@ class _InForce:
     def __init__(self, job: VerlJob) -> None:
         self.epoch = job.epoch()
         self.layouts = job.layouts()
-        self.knobs = {
+        self.knobs: dict[str, float] = {
             f"{stage.value}/{name}": _number(value)
             for unit in job.checked.units
             for stage in knobs.STAGES[unit]
             for name, value in job.unit_knobs(unit).knobs(stage).items()
         }
         self.world_size = job.world_size()
+        rollout = job.rollout()
+        self.knobs |= {
+            "actor-generate/tp": rollout.tp,
+            "actor-generate/replicas": rollout.replicas(self.world_size),
+        }
+        if rollout.memory_fraction is not None:
+            self.knobs["actor-generate/rollout_memory_fraction"] = rollout.memory_fraction
 
 
 def _number(knob: int | bool | str) -> int:

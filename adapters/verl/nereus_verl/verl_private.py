@@ -11,13 +11,14 @@ import copy
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf, open_dict
 
 TESTED = ("0.9.1",)
 
@@ -459,6 +460,19 @@ def rollout_mesh(role: Any) -> Any:
     return getattr(role.rollout, "device_mesh", None)
 
 
+def forget_rollout(role: Any) -> None:
+    """Drop a role worker's side of the rollout."""
+    role.rollout = None
+
+
+def set_rollout_config(role: Any, settings: Mapping[str, Any]) -> None:
+    """Set what `build_rollout` reads. Args: settings: dotted path in verl's configuration ->
+    value, below "actor_rollout_ref"."""
+    with open_dict(role.config):
+        for path, value in settings.items():
+            OmegaConf.update(role.config, path.removeprefix("actor_rollout_ref."), value)
+
+
 def build_rollout(role: Any) -> None:
     """Make a role worker's side of the rollout anew, in the current world. Collective."""
     with _as_role(role, "rollout"):
@@ -617,34 +631,38 @@ def set_ranks(
     manager.resource_pool_spec[POOL] = counts
 
 
-def reconcile_rollout(trainer: Any) -> tuple[int, int]:
-    """Rollout servers for the ranks as they are: replicas whose ranks stayed are kept, the others
-    ended and launched anew, asleep.
+# -- the rollout: in the driver -------------------------------------------------------------------
 
-    Returns: (replicas kept, replicas launched).
+
+def replicas_of(trainer: Any) -> list[Any]:
+    """verl's rollout replicas, by their rank."""
+    return list(trainer.llm_server_manager.rollout_replicas)
+
+
+def workers_served(replica: Any) -> tuple[Any, ...]:
+    """Identities of the worker processes that a replica is for, by rank."""
+    return tuple(worker._actor_id for worker in replica.workers)
+
+
+def set_rollout_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Have replicas that are launched from now on, and processes that join, follow `settings`
+    (dotted path to value)."""
+    with open_dict(trainer.config):
+        for path, value in settings.items():
+            OmegaConf.update(trainer.config, path, value)
+    manager = trainer.llm_server_manager
+    manager.rollout_config = trainer.config.actor_rollout_ref.rollout
+
+
+def launch_replicas(trainer: Any, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+    """Launch the replicas of these numbers for the worker processes as they are, asleep; requests
+    are not routed to them yet. What was launched when one of them fails is ended.
+
+    Raises: what the rollout raises; TimeoutError.
     """
     import ray
 
     manager, group = trainer.llm_server_manager, trainer.actor_rollout_wg
-    replicas = manager.rollout_replicas
-    size = replicas[0].world_size
-    count = len(group.workers) // size
-
-    def ranks(replica: int) -> list[Any]:
-        return [worker._actor_id for worker in group.workers[size * replica : size * (replica + 1)]]
-
-    kept, gone = {}, []
-    for replica in replicas:
-        own = [worker._actor_id for worker in replica.workers]
-        if replica.replica_rank < count and own == ranks(replica.replica_rank):
-            kept[replica.replica_rank] = replica
-        else:
-            gone.append(replica)
-    balancer = manager.global_load_balancer
-    ray.get(balancer.remove_servers.remote([replica.server_address for replica in gone]))
-    for replica in gone:
-        for server in replica.servers:
-            end_actor(server)
     new = [
         manager.rollout_replica_class(
             replica_rank=rank,
@@ -652,22 +670,63 @@ def reconcile_rollout(trainer: Any) -> tuple[int, int]:
             model_config=manager.model_config,
             gpus_per_node=manager.rollout_config.n_gpus_per_node,
         )
-        for rank in range(count)
-        if rank not in kept
+        for rank in ranks
     ]
 
-    async def launch() -> None:
-        await asyncio.gather(*[replica.init_hybrid(group) for replica in new])
-        await asyncio.gather(*[replica.sleep() for replica in new])
+    async def launch(replica: Any) -> None:
+        await replica.init_hybrid(group)
+        await replica.sleep()
 
-    asyncio.run(launch())
-    added = {replica.server_address: replica.server_handle for replica in new}
-    if added:
+    async def launch_all() -> list[BaseException | None]:
+        launches = [asyncio.wait_for(launch(replica), timeout_s) for replica in new]
+        return await asyncio.gather(*launches, return_exceptions=True)
+
+    before = set(ray.util.list_named_actors())
+    failed = [error for error in asyncio.run(launch_all()) if error is not None]
+    if failed:
+        # Servers of a replica that failed half-way are known by their names alone.
+        for name in set(ray.util.list_named_actors()) - before:
+            with suppress(ValueError):  # it has ended by itself
+                end_actor(ray.get_actor(name))
+        raise failed[0]
+    return new
+
+
+def end_replicas(trainer: Any, replicas: Sequence[Any]) -> None:
+    """Route no more requests to these replicas, and end their servers."""
+    import ray
+
+    manager = trainer.llm_server_manager
+    addresses = [replica.server_address for replica in replicas]
+    ray.get(manager.global_load_balancer.remove_servers.remote(addresses))
+    for replica in replicas:
+        for server in replica.servers:
+            end_actor(server)
+    _set_replicas(trainer, [one for one in manager.rollout_replicas if one not in replicas])
+
+
+def route_to(trainer: Any, replicas: Sequence[Any]) -> None:
+    """Let replicas that were launched take requests. The agent loops' clients ask the load
+    balancer, which every one of them has."""
+    import ray
+
+    balancer = trainer.llm_server_manager.global_load_balancer
+    if replicas:
+        added = {replica.server_address: replica.server_handle for replica in replicas}
         ray.get(balancer.add_servers.remote(added))
     ray.get(balancer.clear_sticky_cache.remote())
-    after = sorted([*kept.values(), *new], key=lambda replica: int(replica.replica_rank))
+    _set_replicas(trainer, [*trainer.llm_server_manager.rollout_replicas, *replicas])
+
+
+def _set_replicas(trainer: Any, replicas: Sequence[Any]) -> None:
+    manager = trainer.llm_server_manager
+    after = sorted(replicas, key=lambda replica: int(replica.replica_rank))
     manager.rollout_replicas = after
     manager.server_handles = [replica.server_handle for replica in after]
     manager.server_addresses = [replica.server_address for replica in after]
     trainer.checkpoint_manager.replicas = after
-    return len(kept), len(new)
+
+
+def sync_rollout(trainer: Any, step: int) -> None:
+    """Give the trained weights to all replicas and wake them, as verl does at the end of a step."""
+    trainer.checkpoint_manager.update_weights(step)

@@ -231,7 +231,7 @@ def withdraw(worker: Any) -> None:
 
 
 def settle(worker: Any) -> None:
-    """Leave nothing of the old world behind. Collective in the new ranks."""
+    """Leave nothing of the old world behind."""
     membership.settle(worker, getattr(worker, STATE))
 
 
