@@ -172,8 +172,8 @@ class HFReplica(RolloutReplica):
             )
             .remote(self.config, self.model_config)
         )
-        await server.wake_up.remote()
         self.servers, self._server_handle = [server], server
+        await server.wake_up.remote()
         self._server_address = f"hf-cpu-{self.replica_rank}-{uuid.uuid4().hex[:8]}"
 
 

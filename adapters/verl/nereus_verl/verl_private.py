@@ -684,7 +684,11 @@ def launch_replicas(trainer: Any, ranks: Sequence[int], timeout_s: float) -> lis
     before = set(ray.util.list_named_actors())
     failed = [error for error in asyncio.run(launch_all()) if error is not None]
     if failed:
-        # Servers of a replica that failed half-way are known by their names alone.
+        # A server that failed as it was made still has its name, until it is killed too.
+        for replica in new:
+            for server in replica.servers:
+                end_actor(server)
+        # Those of a replica that failed half-way may be known by their names alone.
         for name in set(ray.util.list_named_actors()) - before:
             with suppress(ValueError):  # it has ended by itself
                 end_actor(ray.get_actor(name))
