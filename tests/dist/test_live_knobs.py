@@ -10,7 +10,6 @@ import pytest
 
 from nereus_plugins.spec import Layout
 from tests.dist.spawn import run_ranks
-from tests.dist.test_verl_units import _assert_same
 
 # Not imported here: a rank imports this module before it says which platform verl is to use.
 pytestmark = [
@@ -95,7 +94,7 @@ def _switched(rank: int, world: int, kind: str, model: Path, path: list[Layout])
             if kind == "megatron":
                 assert attentions == LAYERS * (1 if recompute == "none" else 2)
             _check_where(kind, engine, weights, optimizer)
-        _assert_same(ve.take(units), left_alone[seed - 1])
+        ve.assert_same(ve.take(units), left_alone[seed - 1])
         for unit in units.values():  # which loaded what was offloaded, to be described
             unit.settle()
 
