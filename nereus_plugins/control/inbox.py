@@ -156,6 +156,11 @@ class Inbox:
         with self._changed:
             return self._pending is not None
 
+    def pending_plan(self) -> Mapping[str, Any] | None:
+        """The plan that `pull` would give now; it may be gone by then."""
+        with self._changed:
+            return None if self._pending is None else self._pending.plan
+
     def pull(self, step: int) -> Submitted | None:
         """The pending plan, which the caller executes now, after `step`, and answers."""
         with self._changed:

@@ -55,6 +55,12 @@ class ElasticUnit(Protocol):
         """The current state of this rank: zero-copy shards, and scalars."""
         ...
 
+    def version(self) -> int:
+        """Changes whenever the current training state does: by an optimizer or scheduler step, or
+        as a checkpoint is loaded. A transition prepared from one version is not committed at
+        another. Ranks need not agree."""
+        ...
+
     def free_gradients(self) -> None:
         """Free gradient memory. Gradients are dead at the boundary, so no later number changes."""
         ...

@@ -2,6 +2,9 @@
 
     prepare -> (the driver writes its journal) -> commit -> release
 
+Between prepare and commit the units may be left alone for as long as other stages run. What they
+were prepared from has a version; the commit is refused where it changed since.
+
 Every step is run, its failure caught, and put to a vote of all ranks; so all ranks leave a step the
 same way. A rank that fails says so before it waits for the others; all name the first that failed.
 If any rank failed before the commit, every rank gives back what it built, brings parked storages
@@ -52,6 +55,7 @@ from nereus_plugins.spec import Layout
 from nereus_plugins.transport.base import ChecksumError, Progress, TransportError
 from nereus_plugins.transport.control import Control, ControlError, Disagreement, RankLost, Vote
 from nereus_plugins.transport.metadata import gather_bytes, gather_tables, transfer_backend
+from nereus_plugins.transport.pace import Pace
 from nereus_plugins.transport.torch_private import groups_named, name_groups_from
 from nereus_plugins.transport.torch_transport import TorchTransport
 
@@ -82,6 +86,11 @@ class TransitionOptions:
         node_of: the node of each rank, so that moves stay on a node where they can; None: one node.
         progress: called, during each unit's exchange, with the bytes that this rank has moved and
             has to move; may differ between ranks.
+        background_share: other stages run meanwhile: exchanges and verifying take at most this
+            share of the time, and a transition that would have to park state is refused
+            (`MustPark`). None: as fast as it goes.
+        hurry: asked, with a share, while state is moved: whether there is nothing to leave the rest
+            to any more.
         host_free_bytes: asked, where state is to be parked, what memory this node has left for it;
             may differ between ranks.
     """
@@ -91,9 +100,11 @@ class TransitionOptions:
     timeout_s: float = 300.0
     memory_budget_bytes: int | None = None
     node_of: tuple[int, ...] | None = None
+    background_share: float | None = None
     # Not in the text by which ranks compare their options:
     progress: Progress | None = field(default=None, repr=False, compare=False)
     host_free_bytes: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    hurry: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
 
 
 class TransitionAborted(RuntimeError):
@@ -118,6 +129,15 @@ class TransitionAborted(RuntimeError):
         self.rank = rank
         self.reason = reason
         self.lost_ranks = lost_ranks
+
+
+class MustPark(TransitionAborted):
+    """Old and new state do not fit the device memory together, and the units are not to be without
+    their state for as long as others run."""
+
+
+class StaleState(RuntimeError):
+    """The training state has changed since a transition was prepared from it."""
 
 
 class TransitionUnrecoverable(RuntimeError):
@@ -153,6 +173,7 @@ class _Attempt:
     source_tables: dict[str, ShardTable] = field(default_factory=dict)
     scalars: dict[str, Scalars] = field(default_factory=dict)
     schedule: Schedule | None = None
+    versions: dict[str, int] = field(default_factory=dict)
     round_index: int = 0
     vote: str = ""  # by name, the one that this rank comes to next
     transport: TorchTransport | None = None
@@ -226,7 +247,8 @@ class RankTransition:
                 where their layout stays the same.
 
         Raises:
-            TransitionAborted: on all ranks alike, after the old state was brought back.
+            TransitionAborted: on all ranks alike, after the old state was brought back; MustPark
+                where it was not to be parked.
             TransitionUnrecoverable: on all ranks alike, if that failed.
             ValueError, EpochError: on all ranks, before anything was done.
         """
@@ -240,6 +262,13 @@ class RankTransition:
             self._run(index, step, subject, list(begun.target))
         schedule = begun.schedule
         assert schedule is not None
+        if schedule.mode == "staged" and self.options.background_share is not None:
+            self._recover(begun, Step.PARK.value, lost=())
+            raise MustPark(
+                Step.PARK.value,
+                self.rank,
+                "old and new state do not fit the device memory together while other stages run",
+            )
         for index, round_ in enumerate(schedule.rounds):
             if round_.step is Step.COMMIT:
                 break
@@ -248,17 +277,24 @@ class RankTransition:
                 self._run(index, round_.step, nodes[0].subject, self._names(nodes))
         return begun.report
 
+    def stale(self) -> tuple[str, ...]:
+        """Prepared units whose training state has changed since, on this rank: they are to be
+        prepared again (`abort` first)."""
+        versions = self._prepared().versions
+        return tuple(n for n, prepared in versions.items() if self.units[n].version() != prepared)
+
     def commit(self) -> None:
         """Make the prepared layouts current. Votes once, then switches locally.
 
         Raises:
-            TransitionAborted: a rank is gone or failed before any switched; as in `prepare`.
+            TransitionAborted: a rank is gone, failed before any switched, or holds a state that
+                has changed since it was prepared; as in `prepare`.
             TransitionUnrecoverable: this rank broke while switching.
         """
         attempt = self._prepared()
         attempt.release_report = ReleaseReport(attempt.epoch, self.rank)
         if attempt.target:
-            self._vote_step(Step.COMMIT, "commit", lambda: None)
+            self._vote_step(Step.COMMIT, "commit", self._check_fresh)
             try:
                 for name in attempt.target:
                     attempt.old[name] = self.units[name].switch(attempt.built[name])
@@ -285,6 +321,8 @@ class RankTransition:
         if not attempt.target:
             return report
         begin = time.perf_counter()
+        for name, source in attempt.source.items():
+            _give_up(source, attempt.described[name])
         attempt.forget_source()
         error = self._catch(inject, "release", self.rank, attempt.epoch)
         for name in attempt.target:
@@ -374,6 +412,10 @@ class RankTransition:
         run = work[step, subject]
         self._vote_step(step, label, lambda: run(attempt, names))
 
+    def _check_fresh(self) -> None:
+        if stale := self.stale():
+            raise StaleState(f"{', '.join(stale)} was trained or loaded after it was prepared")
+
     def _free_gradients(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
             with self._timed(attempt, name, "free_gradients"):
@@ -381,6 +423,7 @@ class RankTransition:
 
     def _describe_source(self, attempt: _Attempt, names: list[str]) -> None:
         for name in names:
+            attempt.versions[name] = self.units[name].version()
             with self._timed(attempt, name, "describe"):
                 attempt.source[name] = self.units[name].described()
 
@@ -397,6 +440,7 @@ class RankTransition:
             checksum=self.options.checksum,
             timeout_s=self.options.timeout_s,
             progress=self.options.progress,
+            pace=Pace(self.options.background_share or 1.0, self.options.hurry),
             peer_failed=lambda: self.control.voted_against(attempt.vote),
         )
 
@@ -733,6 +777,16 @@ def _from_host(shards: Sequence[LocalShard], parked: ParkedStorages) -> list[Loc
         else s
         for s in shards
     ]
+
+
+def _give_up(source: DescribedUnit, target: DescribedUnit) -> None:
+    """Free the memory of a layout that is over, whatever still refers to it: models hang together
+    in cycles, and live until somebody collects the garbage."""
+    # By the storage object's own identity: without memory it has no data pointer.
+    kept = {storage._cdata for storage in target.storages()}
+    for storage in source.storages():
+        if storage._cdata not in kept and storage.resizable():
+            storage.resize_(0)
 
 
 def _check_nothing_dropped(name: str, source: ShardTable, target: ShardTable) -> None:

@@ -131,6 +131,7 @@ class Fsdp2Job:
         self.model = model
         self.device = device
         self._seed = seed
+        self._version = 0
         self.current = self.build(layout)
 
     def layout(self) -> Layout:
@@ -138,6 +139,9 @@ class Fsdp2Job:
 
     def described(self) -> DescribedUnit:
         return self.current.described()
+
+    def version(self) -> int:
+        return self._version
 
     def free_gradients(self) -> None:
         if self.current.optimizer is not None:
@@ -234,6 +238,7 @@ class Fsdp2Job:
         built = self.current
         if built.module is None:
             return None
+        self._version += 1
         layout = built.layout
         place = layout.coord(dist.get_rank())
         generator = torch.Generator().manual_seed(1000 + step)

@@ -115,6 +115,7 @@ class MegatronJob:
         self.model = model
         self.device = device
         self._seed = seed
+        self._version = 0
         private.ensure_global_memory_buffer()
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
         self.current = self.build(layout)
@@ -124,6 +125,9 @@ class MegatronJob:
 
     def described(self) -> DescribedUnit:
         return self.current.described()
+
+    def version(self) -> int:
+        return self._version
 
     def free_gradients(self) -> None:
         built = self.current
@@ -255,6 +259,7 @@ class MegatronJob:
         built = self.current
         if not built.active:
             return None
+        self._version += 1
         if built.freed is not None:
             built.freed.restore()
             built.freed = None

@@ -26,6 +26,7 @@ REWARD = "critic/score/mean"
 def lines(records: Iterable[Record]) -> Iterator[str]:
     """One line per step, a short block per transition, below the step that it follows."""
     waiting: list[TransitionRecord] = []
+    last_step = 0
     for record in records:
         if isinstance(record, RunRecord):
             versions = ", ".join(f"{k} {v}" for k, v in record.versions.items())
@@ -40,9 +41,14 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
                 + _plan(record.plan)
             )
         elif isinstance(record, TransitionRecord):
-            # Written at the boundary, before the record of the step that it ends.
-            waiting.append(record)
+            # Written at the boundary, before the record of the step that it ends; where it was
+            # prepared in the background, after it.
+            if record.step == last_step:
+                yield from transition_lines(record)
+            else:
+                waiting.append(record)
         if isinstance(record, StepRecord):
+            last_step = record.step
             for transition in waiting:
                 yield from transition_lines(transition)
             waiting.clear()
@@ -57,6 +63,10 @@ def transition_lines(record: TransitionRecord) -> Iterator[str]:
     yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
     if record.reason:
         yield f"  because {record.reason}"
+    if "hidden_s" in record.background:
+        yield f"  in the background: {record.background['hidden_s']:.2f} s more"
+    elif record.background:
+        yield f"  not in the background: {record.background['exposed']}"
     if record.ranks:
         joined, left = (len(record.ranks[key]) for key in ("joined", "left"))
         yield (

@@ -58,7 +58,8 @@ class ExchangeReport:
     """What one rank's exchange did.
 
     Bytes are of moved data; times are this rank's wall time in s by part. `seconds_wire` is time
-    spent posting and waiting for messages, in which packing may have been hidden. On an
+    spent posting and waiting for messages, in which packing may have been hidden;
+    `seconds_paused` was left to other work (`pace.Pace`). On an
     accelerator the parts are the times to enqueue, and only `seconds_total` is exact.
     """
 
@@ -75,6 +76,7 @@ class ExchangeReport:
     seconds_unpack: float
     seconds_local: float
     seconds_checksum: float
+    seconds_paused: float
     seconds_total: float
 
 

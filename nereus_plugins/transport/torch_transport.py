@@ -34,6 +34,7 @@ from nereus_plugins.transport.base import (
 )
 from nereus_plugins.transport.checksum import digest
 from nereus_plugins.transport.metadata import wire_device
+from nereus_plugins.transport.pace import Pace
 from nereus_plugins.transport.rounds import TransferPlan, compile_transfer
 from nereus_plugins.transport.shared_memory import SharedMemory
 
@@ -65,6 +66,7 @@ class _Round:
 
     works: list[dist.Work]
     nbytes: int
+    begin_s: float
     buffers: list[torch.Tensor] = field(default_factory=list)
     # (received staging buffer, its pieces in the target), if the message was staged
     unpack: tuple[torch.Tensor, list[torch.Tensor]] | None = None
@@ -112,6 +114,8 @@ class TorchTransport:
         checksum: keep digests of what is sent, for `verify`; the same on all ranks.
         timeout_s: longest wait for one round. On NCCL the group's own timeout rules.
         progress: called with bytes done and in all.
+        pace: while it is on, one round is in flight and pauses follow it, in `exchange` and in
+            `verify`; may differ between ranks. Default: no pauses.
         peer_failed: asked now and then while this rank waits for NCCL, whose collectives do not end
             when a peer leaves: whether one did.
 
@@ -129,6 +133,7 @@ class TorchTransport:
         checksum: bool = True,
         timeout_s: float = 300.0,
         progress: Progress | None = None,
+        pace: Pace | None = None,
         peer_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -145,6 +150,7 @@ class TorchTransport:
             raise ValueError(f"staging_buffers={staging_buffers}: a round may need 2")
         self._staging_buffers = staging_buffers
         self._progress = progress
+        self._pace = pace or Pace(1.0)
         self._peer_failed = peer_failed
         self._free: list[torch.Tensor] = []
         self._pending: list[_Exchange] = []
@@ -189,6 +195,10 @@ class TorchTransport:
             nonlocal done
             posted = in_flight.popleft()
             self._finish(posted, clock)
+            if self._pace.on:
+                self.wait_for_device()
+                with clock.part("pace"):
+                    self._pace.moved(posted.nbytes, time.perf_counter() - posted.begin_s)
             done += posted.nbytes
             if self._progress:
                 self._progress(done, total)
@@ -197,14 +207,19 @@ class TorchTransport:
             if not len(messages):
                 continue
             if plan.src[messages[0]] == plan.dst[messages[0]]:
+                begin_s = time.perf_counter()
                 self._copy_local(record, int(messages[0]), source, clock)
+                if self._pace.on:
+                    self.wait_for_device()
+                    with clock.part("pace"):
+                        self._pace.worked(time.perf_counter() - begin_s)
                 counts["local"] += int(plan.nbytes[messages[0]])
                 done += int(plan.nbytes[messages[0]])
                 if self._progress:
                     self._progress(done, total)
                 continue
             while in_flight and (
-                len(in_flight) >= ROUNDS_IN_FLIGHT
+                len(in_flight) >= (1 if self._pace.on else ROUNDS_IN_FLIGHT)
                 or sum(len(r.buffers) for r in in_flight) + 2 > self._staging_buffers
                 or (self.shared_with and not self._shared.has_free_slot())
             ):
@@ -233,6 +248,7 @@ class TorchTransport:
             seconds_unpack=seconds.get("unpack", 0.0),
             seconds_local=seconds.get("local", 0.0),
             seconds_checksum=seconds.get("checksum", 0.0),
+            seconds_paused=seconds.get("pace", 0.0),
             seconds_total=time.perf_counter() - start,
         )
 
@@ -246,7 +262,7 @@ class TorchTransport:
     ) -> _Round:
         """Start one round: at most one message each way."""
         plan = record.plan
-        posted = _Round([], sum(int(plan.nbytes[m]) for m in messages))
+        posted = _Round([], sum(int(plan.nbytes[m]) for m in messages), time.perf_counter())
         ops = []
         for m in messages:
             size = int(plan.nbytes[m])
@@ -359,7 +375,11 @@ class TorchTransport:
                 if plan.dst[m] == self.rank and m not in record.skipped:
                     peer = int(plan.src[m])
                     pieces = self._pieces(record, m, record.target, record.moves.dst_local)
+                    begin_s = time.perf_counter()
                     found[peer].append(self._digest_of(pieces))
+                    if self._pace.on:
+                        self.wait_for_device()
+                        self._pace.worked(time.perf_counter() - begin_s)
                     labels[peer].append((record, m))
                     nbytes += int(plan.nbytes[m])
         theirs = self._swap_digests(

@@ -130,6 +130,7 @@ class ToyUnit:
         self.rank = rank
         self.group_s = group_s
         self.alive = 0
+        self.trained = 0
         self.calls: list[str] = []
         self.current = self.build(layout)
         for shard in self.current.shards:
@@ -143,6 +144,9 @@ class ToyUnit:
 
     def described(self) -> DescribedUnit:
         return self.current.described()
+
+    def version(self) -> int:
+        return self.trained
 
     def free_gradients(self) -> None:
         self.current.gradients = None
@@ -172,6 +176,7 @@ class ToyUnit:
         self.calls.append("settle")
 
     def train(self) -> None:
+        self.trained += 1
         for shard in self.current.shards:
             shard.view.mul_(0.5).add_(1)
         if self.current.shards:

@@ -300,3 +300,36 @@ def test_staged_through_host_memory(kind: str, path: list[Layout], model: Path) 
         assert mode == "staged"
         assert parked > 0
         assert predictions == [[], [], []]
+
+
+# -- prepared, then trained after all -------------------------------------------------------------
+
+
+def _trained_since(rank: int, world: int, kind: str, model: Path, path: list[Layout]) -> None:
+    from tests.dist import verl_engines as ve
+
+    ve.on_cpu()
+    engines = {role: ve.build(kind, model, role, path[0]) for role in ("actor", "critic", "ref")}
+    units = ve.make_units(kind, engines)
+    transition = ve.make_transition(units)
+    for role in ("actor", "critic"):
+        ve.train(engines[role], 0)
+    transition.prepare(dict.fromkeys(units, path[1]), 1)
+    assert transition.stale() == ()
+    ve.train(engines["critic"], 1)  # gradient memory had been given up
+    assert transition.stale() == ("critic",)
+    with pytest.raises(TransitionAborted, match="StaleState: critic was trained"):
+        transition.commit()
+    trained = ve.take(units)
+    transition.epoch = 1
+    ve.move(transition, path[1])
+    ve.move(transition, path[0])
+    _assert_same(ve.take(units), trained)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "path"), PAIRS)
+def test_what_was_trained_since_is_not_committed(
+    kind: str, path: list[Layout], model: Path
+) -> None:
+    run_ranks(_trained_since, 2, kind, model, path, timeout_s=200)

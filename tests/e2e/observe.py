@@ -19,6 +19,10 @@ FILE = "NEREUS_TEST_OBSERVED"
 ROLLOUT_FAILS = "NEREUS_TEST_ROLLOUT_FAILS"  # set: no rollout server can be launched again
 SERVER_FAULTS = "NEREUS_TEST_SERVER_FAULTS"  # see tests.e2e.broken_server
 UNEXPECTED = "NEREUS_TEST_UNEXPECTED"  # set: the job does not know at its start that ranks change
+# A step: the job is paused while its transition is being prepared.
+PAUSES_MEANWHILE = "NEREUS_TEST_PAUSES_MEANWHILE"
+# A step: units train while its transition is being prepared.
+TRAINS_MEANWHILE = "NEREUS_TEST_TRAINS_MEANWHILE"
 
 
 def environment(file: Path) -> dict[str, str]:
@@ -131,6 +135,33 @@ def _watch(module: ModuleType) -> None:
     module.VerlJob.transition = watched  # type: ignore[attr-defined]
 
 
+def _train_once(worker: Any) -> None:
+    """In a worker process: an optimizer step of every unit that has an optimizer (FSDP2)."""
+    import torch
+    from nereus_verl.worker import STATE
+
+    for engine in getattr(worker, STATE).engines.values():
+        if engine.optimizer is not None:
+            for parameter in engine.module.parameters():
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            engine.optimizer_step()
+
+
+def _interfere(module: ModuleType) -> None:
+    begin_window = module.VerlJob.begin_window
+
+    def begin_and_interfere(job: Any, step: int) -> None:
+        from nereus_verl.driver import submit
+
+        begin_window(job, step)
+        if str(step) == os.environ.get(TRAINS_MEANWHILE):
+            submit(job._ranks.workers, _train_once)
+        if str(step) == os.environ.get(PAUSES_MEANWHILE):
+            job._inbox.pause(job.epoch())
+
+    module.VerlJob.begin_window = begin_and_interfere  # type: ignore[attr-defined]
+
+
 def _expect_no_change(module: ModuleType) -> None:
     """As in a job whose plans come while it runs: it starts in verl's own placement groups."""
     module.Preflight.ranks_change = lambda checked: False  # type: ignore[attr-defined]
@@ -155,6 +186,8 @@ def _break_servers(module: ModuleType) -> None:
 # Tests import this file too, beside others that need `VerlJob` as it is.
 if os.environ.get(FILE):
     after_import("nereus_verl.job", _watch)
+if os.environ.get(TRAINS_MEANWHILE) or os.environ.get(PAUSES_MEANWHILE):
+    after_import("nereus_verl.job", _interfere)
 if os.environ.get(ROLLOUT_FAILS):
     after_import("nereus_verl.verl_private", _launch_nothing)
 if os.environ.get(SERVER_FAULTS):

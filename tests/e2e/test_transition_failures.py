@@ -34,9 +34,12 @@ def _run(
     *,
     schedule: dict[int, Any] | None = None,
     faults: list[str] | None = None,
+    background: bool = False,
     **settings: Any,
 ) -> launch.JobResult:
-    nereus = {"timeout_s": 20.0, "schedule": schedule} if schedule else None
+    nereus: dict[str, Any] | None = None
+    if schedule:
+        nereus = {"timeout_s": 20.0, "schedule": schedule, "background": background}
     job = small_job(directory / "task", engine, 2, critic=False, nereus=nereus, **settings)
     env = {ENVIRONMENT_VARIABLE: ";".join(faults or [])}
     return launch.run(job, directory / name, timeout_s=TIMEOUT_S, env=env)
@@ -48,14 +51,16 @@ def _records(directory: Path, name: str, kind: type[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "target"),
+    ("engine", "target", "background"),
     [
-        ("fsdp2", {"shard_size": 1}),
-        pytest.param("megatron", {"tp": 2}, marks=pytest.mark.full),
+        ("fsdp2", {"shard_size": 1}, False),
+        pytest.param("fsdp2", {"shard_size": 1}, True, marks=pytest.mark.full),
+        pytest.param("megatron", {"tp": 2}, False, marks=pytest.mark.full),
+        pytest.param("megatron", {"tp": 2}, True, marks=pytest.mark.full),
     ],
 )
 def test_a_failure_in_any_phase_changes_no_number(
-    tmp_path: Path, engine: str, target: dict[str, Any]
+    tmp_path: Path, engine: str, target: dict[str, Any], background: bool
 ) -> None:
     steps = len(FAULTS) + 1
     faults = [
@@ -63,7 +68,15 @@ def test_a_failure_in_any_phase_changes_no_number(
         for i, (step, kind) in enumerate(FAULTS)
     ]
     schedule = {i + 1: target for i in range(len(FAULTS))}
-    failed = _run(tmp_path, "failed", engine, schedule=schedule, faults=faults, steps=steps)
+    failed = _run(
+        tmp_path,
+        "failed",
+        engine,
+        schedule=schedule,
+        faults=faults,
+        background=background,
+        steps=steps,
+    )
     failed.require_success()
     plain = _run(tmp_path, "plain", engine, steps=steps).require_success()
     assert differences(failed.metrics, plain.metrics) == []

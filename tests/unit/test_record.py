@@ -1,5 +1,6 @@
 """The record of a job: what is written is read back; what is broken says where."""
 
+import dataclasses
 import json
 import stat
 from pathlib import Path
@@ -125,3 +126,17 @@ def test_new_records_are_read_once(tmp_path: Path) -> None:
     writer.write(_records()[0])
     writer.close()
     assert list(records.read()) == _records()[:1]
+
+
+def test_show_says_what_was_hidden(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, step, transition = _records()
+    hidden = {"prepare_s": 0.5, "hidden_s": 0.4}
+    writer = RecordWriter(tmp_path)
+    writer.write(step)
+    writer.write(dataclasses.replace(transition, background=hidden))
+    writer.write(dataclasses.replace(step, step=2))
+    writer.write(dataclasses.replace(transition, step=2, background={"exposed": "no room"}))
+    assert show([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    places = [out.index(text) for text in ("step     1", "0.40 s more", "step     2", "no room")]
+    assert places == sorted(places)

@@ -67,6 +67,8 @@ class NereusConfig(Record):
         claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
         control: take commands from the job's user while it runs (`nereus transition`, `status`,
             `pause`, `resume`), on the driver's loopback interface.
+        background: prepare a transition while the rollout generates the next batch.
+        background_share: of that time, how much moving state may take on each rank.
         memory_budget_gib: device memory of one rank that old and new layout may take together;
             what does not fit is parked in host memory meanwhile. None: what is free at the time on
             an accelerator, no limit on CPU.
@@ -79,6 +81,8 @@ class NereusConfig(Record):
     staging_mib: int | None = None
     timeout_s: float = 300.0
     claim_timeout_s: float = 60.0
+    background: bool = False
+    background_share: float = 0.25
     memory_budget_gib: float | None = None
     control: bool = True
 
@@ -86,10 +90,17 @@ class NereusConfig(Record):
         require_bool("nereus", "enable", self.enable)
         require_bool("nereus", "checksum", self.checksum)
         require_bool("nereus", "control", self.control)
+        require_bool("nereus", "background", self.background)
         if self.staging_mib is not None:
             require_int("nereus", "staging_mib", self.staging_mib)
         require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
         require_number("nereus", "claim_timeout_s", self.claim_timeout_s, above=0.0)
+        require_number("nereus", "background_share", self.background_share, above=0.0)
+        require(
+            self.background_share <= 1.0,
+            "nereus.background_share is a part of the time, above 0 and at most 1, got "
+            f"{self.background_share!r}",
+        )
         if self.memory_budget_gib is not None:
             require_number("nereus", "memory_budget_gib", self.memory_budget_gib, above=0.0)
         require(
@@ -108,7 +119,7 @@ class NereusConfig(Record):
             if key not in names:
                 raise unknown_key(key, names, "nereus")
         values = dict(data)
-        for name in ("timeout_s", "claim_timeout_s"):
+        for name in ("timeout_s", "claim_timeout_s", "background_share"):
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 values[name] = float(values[name])
         if values.get("schedule") is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -45,11 +45,45 @@ def call_all(
 
     Raises: WorkersFailed. At once when a process died; its peers notice by their own timeouts.
     """
-    pending = {
+    pending = submit(workers, function, *args, each=each)
+    return collect(
+        pending,
+        phase,
+        timeout_s=timeout_s,
+        hopeless=hopeless,
+        without=without,
+        meanwhile=meanwhile,
+    )
+
+
+def submit(
+    workers: Sequence[Any],
+    function: Callable[..., Any],
+    *args: Any,
+    each: Sequence[tuple[Any, ...]] | None = None,
+) -> dict[Any, int]:
+    """The first half of `call_all`: what to give to `collect`. Does not wait.
+
+    Whatever is called in these workers meanwhile waits behind it.
+    """
+    return {
         verl_private.call_worker(worker, function, *args, *(each[rank] if each else ())): rank
         for rank, worker in enumerate(workers)
     }
-    results: list[Any] = [None] * len(workers)
+
+
+def collect(
+    submitted: Mapping[Any, int],
+    phase: str,
+    *,
+    timeout_s: float,
+    hopeless: Callable[[Any], str] = lambda result: "",
+    without: Callable[[int, str], Any] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """The second half of `call_all`, which `timeout_s` is for."""
+    pending = dict(submitted)
+    results: list[Any] = [None] * len(pending)
     deadline = time.monotonic() + timeout_s
     while pending:
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)

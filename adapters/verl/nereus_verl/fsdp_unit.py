@@ -67,6 +67,7 @@ class FsdpUnit:
     ) -> None:
         self.name = name
         self._timeout_s = timeout_s
+        self._updates = verl_private.watch_updates(engine)
         groups = GroupSet()
         for mesh in (engine.device_mesh, engine.ulysses_device_mesh):
             for group in mesh.get_all_groups() if mesh is not None else []:
@@ -84,6 +85,9 @@ class FsdpUnit:
         if self.engine.module is not None:
             offload.onto_device(self.engine)
         return self._current.described()
+
+    def version(self) -> int:
+        return self._updates.count
 
     def free_gradients(self) -> None:
         if self.engine.optimizer is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,8 +29,9 @@ from nereus_plugins.trace.record import (
     now_s,
 )
 from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private, worker
+from nereus_verl.background import AWAKE_RESERVE, Exposed, Started, Window, at_once, beside
 from nereus_verl.config import check_plan, global_plan_layouts
-from nereus_verl.driver import WorkersFailed, call_all
+from nereus_verl.driver import WorkersFailed, call_all, collect, submit
 from nereus_verl.knobs import UnitKnobs
 from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.ranks import (
@@ -82,6 +86,9 @@ class VerlJob:
         self._inbox = Inbox(self._check_submitted)
         self._server: Server | None = None
         self._sign: Any = None
+        self._started: Started | None = None
+        self._memory: dict[str, int] = {}  # of the ranks, asked before they were busy in a window
+        self._garbage = False  # ranks have some to collect, in the next window
 
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
@@ -228,9 +235,153 @@ class VerlJob:
         """
         self._step = step
         self.rollout_is_synced = False
-        if step in self.checked.targets:
-            return self._run_scheduled(step)
-        return self._run_submitted(step)
+        scheduled = step in self.checked.targets
+        record = self._run_scheduled(step) if scheduled else self._run_submitted(step)
+        self._drop_started()
+        return record
+
+    def begin_window(self, step: int) -> None:
+        """The ranks have nothing to do until the boundary after `step`, and others run meanwhile:
+        begin to prepare what is due there, and have them do what they left. Does not wait for it.
+
+        Raises: WorkersFailed.
+        """
+        self._step = step
+        planned = self._plan_window(step) if self.is_due(step) else None
+        if self._garbage or planned is not None:
+            self._memory = self.memory()
+        if self._garbage:
+            self._garbage = False
+            submit(self._ranks.workers, worker.collect_garbage)
+        if planned is not None:
+            self._start_preparing(step, *planned)
+
+    def _plan_window(self, step: int) -> tuple[dict[str, Layout], Change | None] | None:
+        """What is to be prepared in the background, None if nothing is."""
+        try:
+            due = self._due(step)
+            if due is None:
+                return None
+            targets, where, leave, unit_knobs, rollout = due
+            after = {**self._knobs, **unit_knobs}
+            change, changes = self._changes(targets, where, leave, after, rollout)
+        except SpecError:
+            return None  # the boundary says so
+        return (changes, change) if changes else None
+
+    def _start_preparing(
+        self, step: int, changes: dict[str, Layout], change: Change | None
+    ) -> None:
+        epoch, seconds = self._next_attempt(), dict[str, float]()
+        names, current = list(changes), self._ranks.current
+        looks = self._look(current, names)
+        address, port = looks[0]["store"]
+        share = self.checked.nereus.background_share
+        window = Window(share, address, port, f"nereus.window.{epoch}")
+
+        def prepare(ranks: Sequence[Rank], looks: list[dict[str, Any]]) -> Mapping[Any, int]:
+            lost = [look["aborted"]["reason"] for look in looks if "aborted" in look]
+            if lost:
+                raise ClaimFailed(lost[0])
+            obstacles = [look["obstacle"] for look in looks if look["obstacle"]]
+            if obstacles:
+                raise Exposed(obstacles[0])
+            budget = self._budget(lambda: [look["free_bytes"] for look in looks])
+            arguments = self._prepare_arguments(changes, epoch, step, ranks)
+            workers = [rank.worker for rank in ranks]
+            return submit(workers, worker.prepare, *arguments, budget, window)
+
+        def claim_and_prepare() -> Mapping[Any, int]:
+            assert change is not None
+            with Timed(seconds, "claim"):
+                change.claim(self.layouts(), step, self.checked.nereus.claim_timeout_s)
+            with Timed(seconds, "join"):
+                change.join()
+            union = change.union
+            return prepare(union, self._look(union, names, change))
+
+        if change is None:
+            submitted = at_once(lambda: prepare(current, looks))
+        else:
+            submitted = beside(claim_and_prepare)
+        self._started = Started(epoch, changes, change, window, submitted, seconds)
+
+    def _look(
+        self, ranks: Sequence[Rank], names: list[str], change: Change | None = None
+    ) -> list[dict[str, Any]]:
+        return self._call(ranks, "look", worker.look, names, AWAKE_RESERVE, change=change)
+
+    def _due(
+        self, step: int
+    ) -> (
+        tuple[Mapping[str, Layout], str, Sequence[int], Mapping[str, UnitKnobs], RolloutPlan] | None
+    ):
+        """The arguments of the `transition` that is due, None if none is. Raises: SpecError."""
+        checked = self.checked
+        if step in checked.targets:
+            targets, unit_knobs = checked.targets[step], checked.knob_targets[step]
+            if self._inbox.paused:
+                return None
+            where, leave = f"nereus.schedule.{step}", checked.leave[step]
+            return targets, where, leave, unit_knobs, checked.rollout_targets[step]
+        plan = self._inbox.pending_plan()
+        return None if plan is None else self._targets(plan)
+
+    def _drop_started(self) -> None:
+        """Give up what was prepared, if anything still is: it is not what was due."""
+        started, self._started = self._started, None
+        if started is None:
+            return
+        started.window.end()
+        try:
+            submitted = started.submitted.result()
+            ranks = self._ranks.current if started.change is None else started.change.union
+            watched = self._watching("prepare", started.change, started.epoch)
+            answers = collect(submitted, "prepare", **watched)
+            if not any("aborted" in answer for answer in answers):
+                self._call(ranks, "abort", worker.abort, change=started.change, epoch=started.epoch)
+        except (Exposed, ClaimFailed):
+            pass  # nothing was prepared
+        if started.change is not None:
+            started.change.give_back()
+
+    def _prepared_meanwhile(
+        self, run: _Run, ranks: Sequence[Rank], change: Change | None
+    ) -> list[dict[str, Any]] | None:
+        """The ranks' answers to the preparation that was started, once they are there; None if
+        what `run` changes is to be prepared now."""
+        started, self._started = self._started, None
+        if started is None:
+            return None
+        begin_s = time.perf_counter()
+        call = functools.partial(self._call, ranks, change=change, epoch=started.epoch)
+        try:
+            watched = self._watching("prepare", change, started.epoch)
+            answers = collect(started.submitted.result(), "prepare", **watched)
+        except Exposed as why:
+            run.exposed(str(why))
+        else:
+            waited_s = time.perf_counter() - begin_s + run.seconds.get("claim", 0.0)
+            aborted = [answer["aborted"] for answer in answers if "aborted" in answer]
+            if aborted and not aborted[0].get("must_park"):
+                return answers
+            if aborted:
+                run.exposed(aborted[0]["reason"])
+            else:
+                stale = call("prepare", worker.stale)
+                names = sorted({n for one in stale if isinstance(one, list) for n in one})
+                if not names:
+                    prepare_s = max(answer["seconds"] for answer in answers)
+                    run.hidden({**started.seconds, "prepare": prepare_s}, waited_s)
+                    return answers
+                call("abort", worker.abort)
+                run.exposed(f"{', '.join(names)} was trained or loaded meanwhile")
+        run.epoch = self._next_attempt()  # ranks have voted under the other number
+        return None
+
+    def _next_attempt(self) -> int:
+        self._attempts += 1
+        return self._attempts
 
     def _run_scheduled(self, step: int) -> TransitionRecord:
         """The schedule was checked before the job started; where an earlier transition was aborted
@@ -249,8 +400,7 @@ class VerlJob:
             leave = self.checked.leave[step]
             return self.transition(targets, f"nereus.schedule.{step}", leave, unit_knobs, rollout)
         except SpecError as error:
-            self._attempts += 1
-            run = _Run(self._attempts, step, changes, switched, self._rollout.plan, rollout)
+            run = _Run(self._next_attempt(), step, changes, switched, self._rollout.plan, rollout)
             run.outcome, run.reason = "aborted", str(error)
             return self._finished(run)
 
@@ -352,28 +502,20 @@ class VerlJob:
             SpecError: the plan cannot be run by this job.
             TransitionFailed: the job must end (RolloutFailed: after a checkpoint).
         """
-        checked = self.checked
         after = self._knobs | dict(unit_knobs or {})
-        world = capabilities.check_targets(
-            checked.config, checked.models, self._layouts, targets, where, leave, after
-        )
         rollout = rollout or self._rollout.plan
-        check_rollout(
-            rollout,
-            config=checked.config,
-            current=self._rollout.plan,
-            world=world,
-            where=where,
-        )
-        change = self._ranks.change_to(world, leave)
-        changes = {
-            name: targets.get(name, layout)
-            for name, layout in self._layouts.items()
-            if change is not None or targets.get(name, layout) != layout
-        }
-        self._attempts += 1
+        change, changes = self._changes(targets, where, leave, after, rollout)
+        started, exposed = self._started, ""
+        if started is not None:
+            same = change is None if started.change is None else started.change.same_as(change)
+            if same and changes == started.changes:
+                started.window.end()
+                change = started.change
+            else:
+                self._drop_started()
+                started, exposed = None, "another plan was prepared"
         run = _Run(
-            self._attempts,
+            self._next_attempt() if started is None else started.epoch,
             self._step,
             {n: (self._layouts[n], t) for n, t in changes.items()},
             {n: (self._knobs[n], new) for n, new in after.items() if new != self._knobs[n]},
@@ -381,6 +523,7 @@ class VerlJob:
             rollout,
             self._inbox.doing,
         )
+        run.exposed(exposed)
         if changes or run.knobs or run.rollout_changes():
             say(f"step {self._step}: {run.listed()} ...")
             try:
@@ -411,6 +554,36 @@ class VerlJob:
                 raise TransitionFailed(last_words) from error
         return self._finished(run)
 
+    def _changes(
+        self,
+        targets: Mapping[str, Layout],
+        where: str,
+        leave: Sequence[int],
+        after: Mapping[str, UnitKnobs],
+        rollout: RolloutPlan,
+    ) -> tuple[Change | None, dict[str, Layout]]:
+        """The change of the set of ranks, and the layouts of the units that move.
+
+        Raises: SpecError: the plan cannot be run by this job.
+        """
+        checked = self.checked
+        world = capabilities.check_targets(
+            checked.config, checked.models, self._layouts, targets, where, leave, after
+        )
+        check_rollout(
+            rollout,
+            config=checked.config,
+            current=self._rollout.plan,
+            world=world,
+            where=where,
+        )
+        change = self._ranks.change_to(world, leave)
+        return change, {
+            name: targets.get(name, layout)
+            for name, layout in self._layouts.items()
+            if change is not None or targets.get(name, layout) != layout
+        }
+
     def _finished(self, run: _Run) -> TransitionRecord:
         self._inbox.doing("")
         record = run.record()
@@ -432,14 +605,21 @@ class VerlJob:
         """As `_execute`, with ranks that join before and ranks that leave after it."""
         options = self.checked.nereus
         run.ranks = change.to_dict()
+        started = self._started
         try:
-            with run.timed("claim"):
-                change.claim(self.layouts(), run.step, options.claim_timeout_s)
+            if started is not None:
+                with run.timed("claim"), suppress(Exposed):
+                    started.submitted.result()
+            else:
+                with run.timed("claim"):
+                    change.claim(self.layouts(), run.step, options.claim_timeout_s)
+                run.ranks = change.to_dict()
+                with run.timed("join"):
+                    change.join()
             run.ranks = change.to_dict()
-            with run.timed("join"):
-                change.join()
             self._execute(run, changes, change.union, change)
         except ClaimFailed as error:
+            self._started = None
             run.outcome, run.reason = "aborted", str(error)
         if run.outcome != "committed":
             with run.timed("give_back"):
@@ -532,16 +712,17 @@ class VerlJob:
         Args:
             ranks: that take part. change: of the set of ranks, over whose union this runs.
         """
-        wanted = {name: layout.to_dict() for name, layout in changes.items()}
-        hosts = [rank.host for rank in ranks]
-        node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
 
         def call(phase: str, function: Any, *args: Any) -> list[Any]:
             return self._call(ranks, phase, function, *args, change=change, epoch=run.epoch)
 
         with run.timed("prepare"):
-            budget = self._budget(call, list(changes))
-            answers = call("prepare", worker.prepare, wanted, run.epoch, run.step, node_of, budget)
+            answers = self._prepared_meanwhile(run, ranks, change)
+            if answers is None:
+                names = list(changes)
+                budget = self._budget(lambda: call("free_memory", worker.free_memory, names))
+                arguments = self._prepare_arguments(changes, run.epoch, run.step, ranks)
+                answers = call("prepare", worker.prepare, *arguments, budget)
         if run.aborted(answers):
             return
         reports = [answer["report"] for answer in answers]
@@ -570,8 +751,18 @@ class VerlJob:
         for group in self._ranks.groups:
             verl_private.forget_dispatch(group)
         with run.timed("release"):
-            answers = call("release", worker.release)
+            self._garbage = "hidden_s" in run.background
+            answers = call("release", worker.release, self._garbage)
         run.released(answers)
+
+    def _prepare_arguments(
+        self, changes: Mapping[str, Layout], epoch: int, step: int, ranks: Sequence[Rank]
+    ) -> tuple[Any, ...]:
+        """Of `worker.prepare`, up to the memory budget."""
+        wanted = {name: layout.to_dict() for name, layout in changes.items()}
+        hosts = [rank.host for rank in ranks]
+        node_of = tuple(sorted(set(hosts)).index(host) for host in hosts)
+        return wanted, epoch, step, node_of
 
     def _call(
         self,
@@ -582,6 +773,11 @@ class VerlJob:
         change: Change | None = None,
         epoch: int = 0,
     ) -> list[Any]:
+        workers = [rank.worker for rank in ranks]
+        return call_all(workers, phase, function, *args, **self._watching(phase, change, epoch))
+
+    def _watching(self, phase: str, change: Change | None, epoch: int) -> dict[str, Any]:
+        """How long answers are waited for, and what is made of bad ones: arguments of `collect`."""
         lost: list[int] = []
 
         def hopeless(answer: Any) -> str:
@@ -599,7 +795,7 @@ class VerlJob:
                 return {"report": {}, "failed": failure}
             # Before the commit the old layout is whole without the ranks that were to join. The
             # others abort once they know.
-            before_commit = phase in ("free_memory", "prepare", "commit")
+            before_commit = phase in ("look", "free_memory", "prepare", "commit")
             if not change.can_lose(rank) or not before_commit:
                 raise WorkersFailed(failure)
             return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}
@@ -608,25 +804,22 @@ class VerlJob:
             if change is not None:
                 change.report_lost(lost, worker.votes_of(epoch))
 
-        patience = self.checked.nereus.timeout_s * DRIVER_PATIENCE
-        return call_all(
-            [rank.worker for rank in ranks],
-            phase,
-            function,
-            *args,
-            timeout_s=patience,
-            hopeless=hopeless,
-            without=without,
-            meanwhile=meanwhile,
-        )
+        return {
+            "timeout_s": self.checked.nereus.timeout_s * DRIVER_PATIENCE,
+            "hopeless": hopeless,
+            "without": without,
+            "meanwhile": meanwhile,
+        }
 
-    def _budget(self, call: Callable[..., list[Any]], names: list[str]) -> int | None:
-        """Device bytes for old and new state of the units `names` on one rank; the same for all."""
+    def _budget(self, free_bytes: Callable[[], list[int | None]]) -> int | None:
+        """Device bytes for old and new state of units on one rank; the same for all.
+
+        Args: free_bytes: asked where the settings do not say; None: no limit.
+        """
         fixed = self.checked.nereus.memory_budget_gib
         if fixed is not None:
             return int(fixed * (1 << 30))
-        free = call("free_memory", worker.free_memory, names)
-        known = [value for value in free if isinstance(value, int)]
+        known = [value for value in free_bytes() if isinstance(value, int)]
         return min(known) if known else None
 
     def _last_words(self, run: _Run) -> str:
@@ -646,9 +839,10 @@ class VerlJob:
     # -- observing ------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """The largest value over ranks of what `worker.memory` reports."""
-        answers = self._call(self._ranks.current, "memory", worker.memory)
-        return {key: max(answer[key] for answer in answers) for key in answers[0]}
+        """The largest value over ranks of what `worker.memory` reports; of a rank that is busy in
+        a window, what it reported before."""
+        known, self._memory = self._memory, {}
+        return known or _largest(self._call(self._ranks.current, "memory", worker.memory))
 
     def write_step(self, record: StepRecord) -> None:
         self._last = record
@@ -725,6 +919,7 @@ class _Run:
         self.ranks: dict[str, Any] = {}
         self.units: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
+        self.background: dict[str, Any] = {}
 
     def timed(self, phase: str) -> Timed:
         self._doing(phase, self.step)
@@ -768,6 +963,16 @@ class _Run:
         self.rollout_report = report.to_dict()
         self.seconds |= {f"rollout.{part}": spent for part, spent in report.seconds.items()}
 
+    def hidden(self, seconds: Mapping[str, float], waited_s: float) -> None:
+        """It was prepared in the background, in so long by phase, and waited for at the end."""
+        self.background = {f"{phase}_s": spent for phase, spent in seconds.items()}
+        self.background["hidden_s"] = max(sum(seconds.values()) - waited_s, 0.0)
+
+    def exposed(self, why: str) -> None:
+        """It could not be prepared in the background, if there is a reason `why`."""
+        if why:
+            self.background = {"exposed": why}
+
     def new_knobs(self) -> dict[str, UnitKnobs]:
         return {name: new for name, (_, new) in self.knobs.items()}
 
@@ -790,6 +995,7 @@ class _Run:
                 name: {"from": old.to_dict(), "to": new.to_dict()}
                 for name, (old, new) in self.knobs.items()
             },
+            background=self.background,
         )
 
     def listed(self) -> str:
@@ -811,6 +1017,10 @@ class _Run:
         wire = sum(unit.get("bytes_wire", 0) for unit in self.units.values())
         stalled = sum(value for phase, value in self.seconds.items() if "." not in phase)
         note = f"; {self.reason}" if self.reason else ""
+        if "hidden_s" in self.background:
+            note = f" ({self.background['hidden_s']:.2f} s more in the background){note}"
+        elif self.background:
+            note = f" (not in the background: {self.background['exposed']}){note}"
         return (
             f"epoch {self.epoch} committed: {self.listed()}; {wire / 1e6:.1f} MB between ranks, "
             f"{stalled:.2f} s{note}"
@@ -831,6 +1041,10 @@ def setup(checked: Preflight) -> Setup:
 def say(text: str) -> None:
     """One line on the job's console."""
     print(f"nereus: {text}", file=sys.stdout, flush=True)
+
+
+def _largest(memory: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {key: max(one[key] for one in memory) for key in memory[0]}
 
 
 def _listed(layouts: Mapping[str, Layout]) -> str:

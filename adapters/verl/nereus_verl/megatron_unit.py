@@ -125,6 +125,8 @@ class MegatronUnit:
                 layout = engine_layout(engine)
         self._current = BuiltMegatron(name, engine, layout, world, process)
         self._freed: FreedGradients | None = None
+        self._updates = verl_private.watch_updates(engine)
+        self._updates.before = self._restore_gradients
 
     @property
     def engine(self) -> Any:
@@ -137,6 +139,9 @@ class MegatronUnit:
         if self.engine.module is not None:
             offload.onto_device(self.engine)
         return self._current.described()
+
+    def version(self) -> int:
+        return self._updates.count
 
     def free_gradients(self) -> None:
         engine = self.engine
@@ -196,11 +201,14 @@ class MegatronUnit:
         memory.OUTSTANDING.released()
 
     def settle(self) -> None:
+        self._restore_gradients()
+        if self.engine.module is not None:
+            offload.settle(self.engine)
+
+    def _restore_gradients(self) -> None:
         if self._freed is not None:
             self._freed.restore()
             self._freed = None
-        if self.engine.module is not None:
-            offload.settle(self.engine)
 
 
 def engine_layout(engine: Any) -> Layout:

@@ -199,6 +199,9 @@ class _UnitOnTheMove:
         with in_world(self._change.old):
             return self._unit.described()
 
+    def version(self) -> int:
+        return self._unit.version()
+
     def free_gradients(self) -> None:
         self._unit.free_gradients()
 

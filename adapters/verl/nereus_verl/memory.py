@@ -20,10 +20,15 @@ class Outstanding:
 
     A transition releases as many as it built (the old ones after commit, the targets after an
     abort); the last of them collects the garbage of all.
+
+    Attributes:
+        later: leave the garbage until `collect_left`, when nobody waits for it.
     """
 
     def __init__(self) -> None:
+        self.later = False
         self._count = 0
+        self._left = False
 
     def built(self) -> None:
         self._count += 1
@@ -32,6 +37,13 @@ class Outstanding:
         self._count -= 1
         if self._count <= 0:
             self._count = 0
+            self._left = self.later
+            if not self.later:
+                collect()
+
+    def collect_left(self) -> None:
+        if self._left:
+            self._left = False
             collect()
 
 

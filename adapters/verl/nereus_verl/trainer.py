@@ -38,6 +38,7 @@ class NereusTrainer(PPOTrainerSync):
         self._job: VerlJob | None = None
         self._transition: TransitionRecord | None = None
         self._critic_order: list[int] | None = None
+        self._prepared_after: int | None = None  # the step whose transition waits for the batch
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
@@ -66,14 +67,16 @@ class NereusTrainer(PPOTrainerSync):
             self._job.start()
             # A checkpoint is saved before its step's transition: what resumes from it begins there.
             if self._job.is_due(self.global_steps):
-                self._run_due(self._job)
+                self._run_due(self._job, self.global_steps)
                 if self._job.rollout_is_synced:
                     return
         super().on_init_end()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().fit(*args, **kwargs)
+            result = super().fit(*args, **kwargs)
+            self._end_window()
+            return result
         finally:
             if self._job is not None:
                 self._job.close()
@@ -81,27 +84,49 @@ class NereusTrainer(PPOTrainerSync):
     def on_step_end(self) -> None:
         # Updates are done, the checkpoint is saved in the layout it was trained in, and the rollout
         # sleeps: the boundary. The weights go to the rollout from the new layout.
-        if self._job is not None:
-            self._ran_in = _InForce(self._job)
-            if self._job.is_due(self.global_steps):
+        job, step = self._job, self.global_steps
+        background = job is not None and job.checked.nereus.background
+        if job is not None:
+            self._ran_in = _InForce(job)
+            if job.is_due(step) and not background:
                 with marked_timer("nereus_transition", self.timing_raw):
-                    self._run_due(self._job)
-                if self._job.rollout_is_synced:  # and awake, which verl would do next
+                    self._run_due(job, step)
+                if job.rollout_is_synced:  # and awake, which verl would do next
                     return
         super().on_step_end()
+        # In the background the boundary is where the next batch is there: until then no training
+        # rank has anything to do.
+        if job is not None and background:
+            if job.is_due(step):
+                self._prepared_after = step
+            job.begin_window(step)
 
-    def _run_due(self, job: VerlJob) -> None:
-        """Run the transition that is due at the end of the last step."""
+    def _end_window(self) -> None:
+        """Run the transition that was prepared since the end of the last step, if one was."""
+        step, self._prepared_after = self._prepared_after, None
+        if self._job is not None and step is not None:
+            with marked_timer("nereus_transition", self.timing_raw):
+                self._run_due(self._job, step)
+                if self._job.rollout_is_synced:  # and awake, before the ranks train
+                    self.checkpoint_manager.sleep_replicas()
+
+    def _run_due(self, job: VerlJob, step: int) -> None:
+        """Run the transition that is due at the end of `step`, the last that was trained."""
         try:
-            self._transition = job.at_boundary(self.global_steps)
+            self._transition = job.at_boundary(step)
         except RolloutFailed as error:
+            self.global_steps = step  # may be on the way to the next
             self._save_checkpoint()
             folder = Path(self.config.trainer.default_local_dir).absolute()
             raise RolloutFailed(
                 f"{error}. The job ends here; its state is saved in "
-                f"{folder / f'global_step_{self.global_steps}'}"
+                f"{folder / f'global_step_{step}'}"
             ) from error
         self._follow(job)
+
+    def _compute_reward_colocate(self, *args: Any, **kwargs: Any) -> Any:
+        self._end_window()  # the reward model wakes up where the rollout slept
+        return super()._compute_reward_colocate(*args, **kwargs)
 
     def _follow(self, job: VerlJob) -> None:
         """Write the layout in force into the driver's configuration, for later readers."""
@@ -116,6 +141,7 @@ class NereusTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's balancing, such that every optimizer step still sees the same samples."""
+        self._end_window()
         job = self._job
         self._critic_order = None
         if job is None or not job.data_parallelism_changed():
@@ -296,6 +322,7 @@ def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[st
         out["nereus/transition/wire_bytes"] = sum(
             unit.get("bytes_wire", 0) for unit in transition.units.values()
         )
+        out["nereus/transition/hidden_seconds"] = transition.background.get("hidden_s", 0.0)
     return out
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from importlib.metadata import version
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from omegaconf import OmegaConf, open_dict
@@ -333,6 +334,48 @@ def optimizer_groups(optimizer: Any) -> list[Any]:
             if key not in keys:
                 keys.append(key)
     return keys
+
+
+class Updates:
+    """What happened to one engine's training state.
+
+    Attributes:
+        count: of updates begun. before: called before each, for what an update needs.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: Callable[[], None] = lambda: None
+
+
+_UPDATES: WeakKeyDictionary[Any, Updates] = WeakKeyDictionary()
+# Methods of verl's engines that change training state, or what it is made from.
+_UPDATING = ("train_batch", "optimizer_step", "lr_scheduler_step", "load_checkpoint")
+
+
+def watch_updates(engine: Any) -> Updates:
+    """From now on, the updates of an engine's training state.
+
+    They belong to the object that verl holds, also when its contents are exchanged.
+    """
+    cls = type(engine)
+    if not any("_nereus_watched" in base.__dict__ for base in cls.__mro__):
+        for name in _UPDATING:
+            setattr(cls, name, _counting(getattr(cls, name)))
+        cls._nereus_watched = True
+    return _UPDATES.setdefault(engine, Updates())
+
+
+def _counting(method: Any) -> Any:
+    @functools.wraps(method)
+    def counted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        updates = _UPDATES.get(engine)
+        if updates is not None:
+            updates.before()
+            updates.count += 1
+        return method(engine, *args, **kwargs)
+
+    return counted
 
 
 def set_config(config: Any, **values: Any) -> None:

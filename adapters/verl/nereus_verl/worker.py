@@ -7,6 +7,7 @@ data. verl's own worker classes stay as they are; the rank's state hangs on the 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.execute import (
+    MustPark,
     RankTransition,
     ReleaseFailed,
     TransitionAborted,
@@ -32,8 +34,8 @@ from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.groups import GroupSet, live_group_count
 from nereus_plugins.transport.torch_transport import GLOO_STAGING_BYTES, NCCL_STAGING_BYTES
-from nereus_verl import live_knobs, membership, rng, verl_private
-from nereus_verl.memory import free_host_bytes
+from nereus_verl import background, live_knobs, membership, rng, verl_private
+from nereus_verl.memory import OUTSTANDING, free_host_bytes
 from nereus_verl.progress import MoveProgress
 
 if TYPE_CHECKING:
@@ -245,6 +247,7 @@ def prepare(
     step: int,
     node_of: tuple[int, ...],
     memory_budget_bytes: int | None,
+    window: background.Window | None = None,
 ) -> dict[str, Any]:
     """Build, move and verify the target layouts beside the current ones. Collective.
 
@@ -254,10 +257,12 @@ def prepare(
         step: the trainer's, after which the transition takes place.
         node_of: node of each rank.
         memory_budget_bytes: for old and new state on one rank; None: no limit.
+        window: where this is done in the background.
 
-    Returns: {"report": ...}, or {"aborted": {"phase", "rank", "reason", "lost_ranks"}} with the old
-        layout as it was.
+    Returns: {"report": ..., "seconds": ...}, or {"aborted": {"phase", "rank", "reason",
+        "lost_ranks", "must_park"}} with the old layout as it was.
     """
+    begin_s = time.perf_counter()
     state: RankState = getattr(worker, STATE)
     layouts = {name: Layout.from_dict(fields) for name, fields in targets.items()}
     if state.megatron is not None:
@@ -270,6 +275,10 @@ def prepare(
         progress=MoveProgress(step) if transition.rank == 0 else None,
         host_free_bytes=free_host_bytes,
     )
+    if window is not None:
+        transition.options = dataclasses.replace(
+            transition.options, background_share=window.share, hurry=window.watched()
+        )
     # Votes of an attempt that broke off in the middle must not be taken for those of the next.
     transition.control = Control(
         transition.rank,
@@ -299,7 +308,7 @@ def prepare(
     except TransitionAborted as aborted:
         return {"aborted": _abort_reason(aborted)}
     state.targets = {name: layouts[name] for name in report.units}
-    return {"report": report.to_dict()}
+    return {"report": report.to_dict(), "seconds": time.perf_counter() - begin_s}
 
 
 def votes_of(epoch: int) -> str:
@@ -344,11 +353,36 @@ def predict(engine: Any, model: ModelSpec, layout: Layout) -> ShardTable:
     )
 
 
-def free_memory(worker: Any, names: Sequence[str]) -> int | None:
+def look(worker: Any, names: Sequence[str], reserve: float) -> dict[str, Any]:
+    """Whether the units `names` can be moved while the rollout is awake. Args: as `free_memory`.
+
+    Returns: {"obstacle": why not or "", "store": (address, port) of the world's store,
+        "free_bytes": as `free_memory`}.
+    """
+    state: RankState = getattr(worker, STATE)
+    on_accelerator = torch.cuda.is_available()
+    found = [background.obstacle(n, state.engines[n], on_accelerator) for n in names]
+    obstacle = "; ".join(filter(None, found))
+    return {
+        "obstacle": obstacle,
+        "store": background.store_address(),
+        "free_bytes": None if obstacle else free_memory(worker, names, reserve),
+    }
+
+
+def stale(worker: Any) -> list[str]:
+    """Prepared units whose training state has changed since."""
+    state: RankState = getattr(worker, STATE)
+    return list(state.transition.stale())
+
+
+def free_memory(worker: Any, names: Sequence[str], reserve: float = 0.0) -> int | None:
     """Device bytes that old and new state of the units `names` may take on this rank: what they
     take now, what is free, and what torch holds without using it.
 
     None on CPU, where memory is the host's. What verl offloaded of the units is loaded.
+
+    Args: reserve: part of the device's memory that is left free.
     """
     if not torch.cuda.is_available():
         return None
@@ -360,8 +394,8 @@ def free_memory(worker: Any, names: Sequence[str]) -> int | None:
         if storage.device.type == "cuda"
     }
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free, _ = torch.cuda.mem_get_info()
-    return int(free + unused + sum(held.values()))
+    free, total = torch.cuda.mem_get_info()
+    return int(free + unused + sum(held.values()) - reserve * total)
 
 
 def commit(worker: Any, unit_values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -407,19 +441,29 @@ def set_knobs(worker: Any, values: Mapping[str, Mapping[str, Any]]) -> None:
         live_knobs.apply(state.engines[name], of_unit)
 
 
-def release(worker: Any) -> dict[str, Any]:
+def release(worker: Any, garbage_later: bool = False) -> dict[str, Any]:
     """Free the old layouts.
+
+    Args: garbage_later: what is left besides their memory waits for `collect_garbage`.
 
     Returns: {"report": ..., "failed": reason or ""}; after a failure the new layout is current and
         right, but memory of the old one is still held.
     """
     state: RankState = getattr(worker, STATE)
     state.targets = {}
+    OUTSTANDING.later = garbage_later
     try:
         report = state.transition.release().to_dict()
     except ReleaseFailed as error:
         return {"report": {}, "failed": str(error)}
+    finally:
+        OUTSTANDING.later = False
     return {"report": report, "failed": ""}
+
+
+def collect_garbage(worker: Any) -> None:
+    """What a release has left."""
+    OUTSTANDING.collect_left()
 
 
 def abort(worker: Any) -> None:
@@ -435,6 +479,7 @@ def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
         "rank": aborted.rank,
         "reason": aborted.reason,
         "lost_ranks": list(aborted.lost_ranks),
+        "must_park": isinstance(aborted, MustPark),
     }
 
 
