@@ -31,7 +31,8 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
         if isinstance(record, RunRecord):
             versions = ", ".join(f"{k} {v}" for k, v in record.versions.items())
             yield f"run {record.run_id}: {record.source} on {record.world_size} ranks ({versions})"
-            yield f"  {_plan(record.plan)}"
+            if record.plan:
+                yield f"  {_plan(record.plan)}"
         elif isinstance(record, StepRecord):
             reward = record.metrics.get(REWARD)
             yield (

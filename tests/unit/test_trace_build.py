@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,7 +203,7 @@ def test_an_unknown_name_lists_what_ships() -> None:
 
 def test_shipped_traces_are_what_the_series_make(tmp_path: Path) -> None:
     script = tmp_path / "nereus"
-    script.write_text(f'#!/bin/sh\nexec {os.sys.executable} -m nereus_plugins.cli "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m nereus_plugins.cli "$@"\n')
     script.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}"}
