@@ -252,10 +252,19 @@ def _tail(path: Path | None, notes: _Notes) -> tuple[tuple[float, float], ...]:
     return series.read_tail(path)
 
 
-def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace:
-    """The conditions that a recorded job met: GPUs and mean lengths of each of its steps.
+class Recorded(NamedTuple):
+    """What a recorded job met. steps: (GPUs, mean tokens of responses) of each, in order."""
 
-    Steps that were run again after a restart count once, as they last ran.
+    steps: tuple[tuple[int, float], ...]
+    longest_tokens: float
+
+    @property
+    def gpus_max(self) -> int:
+        return max(count for count, _ in self.steps)
+
+
+def read_recorded(run: Path) -> Recorded:
+    """Steps that were run again after a restart count once, as they last ran.
 
     Raises: SpecError where the records do not follow the schema or lack a step; OSError.
     """
@@ -276,10 +285,20 @@ def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace
         raise SpecError(str(error)) from None
     if not steps:
         raise SpecError(f"{run}: no step with samples: nothing to replay")
-    listed = [steps[step] for step in sorted(steps)]
+    listed = tuple(steps[step] for step in sorted(steps))
     if any(count < 1 for count, _ in listed):
         raise SpecError(f"{run}: no run record before the first step: the GPUs are not known")
-    most_gpus = max(count for count, _ in listed)
+    return Recorded(listed, longest)
+
+
+def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace:
+    """The conditions that a recorded job met: GPUs and mean lengths of each of its steps.
+
+    Raises: SpecError: as `read_recorded`; a cluster that is too small. OSError.
+    """
+    found = read_recorded(run)
+    listed = found.steps
+    most_gpus = found.gpus_max
     if most_gpus > setting.cluster.world_size:
         raise SpecError(
             f"{run}: the job had {most_gpus} GPUs, the cluster {setting.cluster.world_size}: "
@@ -304,7 +323,7 @@ def from_records(name: str, setting: Setting, run: Path, seed: int = 0) -> Trace
         mean_response_tokens=tuple(round(mean, 2) for _, mean in listed),
         gpus=_changes([(float(k), count) for k, (count, _) in enumerate(listed)]),
         tail=tail,
-        max_response_tokens=math.ceil(longest),
+        max_response_tokens=math.ceil(found.longest_tokens),
         seed=seed,
         note="GPUs and mean lengths are those of one recorded job.",
     )  # fmt: skip

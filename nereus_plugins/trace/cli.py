@@ -13,7 +13,7 @@ from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import ALGORITHMS, JobSpec
 from nereus_plugins.spec import ClusterSpec, GlobalPlan, LengthDistribution, SpecError
 
-from . import build, importing, logs
+from . import build, importing, logs, series
 from .conditions import Setting, Trace, find, shipped_folder
 
 EPILOG = """examples:
@@ -71,7 +71,11 @@ def _build_options(p: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--tail", type=Path, help="columns field, len_lo, len_hi_excl, share; default: log-normal"
     )
-    one.add_argument("--gpus-max", type=int, help="GPUs at the series' peak")
+    one.add_argument(
+        "--gpus-max",
+        type=int,
+        help="GPUs at the peak; default: the series' own, or the recorded job's",
+    )
     one.add_argument("--steps", type=int, help="default: as many as the run has")
     one.add_argument("--shape", default="as-measured", help=", ".join(build.SHAPES))
     one.add_argument("--max-response", type=int, help="tokens at which responses are cut")
@@ -138,11 +142,20 @@ def _import(args: argparse.Namespace) -> None:
         print(f"assumed: {text}")
 
 
+def _most_gpus(args: argparse.Namespace) -> int:
+    """GPUs of the series' peak, or that a recorded job had."""
+    if args.records is not None:
+        return build.read_recorded(args.records).gpus_max
+    if args.availability is None or args.availability.startswith("stairs"):
+        raise SpecError("--gpus-max is required where no series of GPUs is given")
+    return series.read_availability(Path(args.availability)).peak
+
+
 def _build(args: argparse.Namespace) -> None:
     _positive(args, "gpus_max", "steps", "max_response", "gpus_per_node", "prompts", "samples",
               "prompt_tokens")  # fmt: skip
     if args.gpus_max is None:
-        raise SpecError("--gpus-max is required: the GPUs at the series' peak")
+        args.gpus_max = _most_gpus(args)
     name, setting = args.name or args.out.stem, _setting(args, args.gpus_max)
     if args.records is not None:
         if args.lengths or args.availability or args.tail:

@@ -76,6 +76,13 @@ def test_gpus_follow_the_series(tmp_path: Path) -> None:
     assert counts == {8 * found.least_between(t, t + 1e-6) for t in (0.0, 3000.0, 1e9)}
 
 
+def test_without_gpus_max_the_series_peak_is_the_cluster(tmp_path: Path) -> None:
+    out = tmp_path / "made.json"
+    args = ["--lengths", ORZ, "--run", "ORZ-32B", "--availability", GCP, "-o", out]
+    assert main(["trace", "build", *map(str, args)]) == 0
+    assert load(out).setting.cluster.world_size == 64
+
+
 def test_holes_in_polling_are_cut_out(tmp_path: Path) -> None:
     path = tmp_path / "polled.csv"
     path.write_text("t_s,instances\n0,4\n100,6\n90000,5\n90100,7\n")
@@ -143,7 +150,7 @@ def test_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--lengths", ORZ], "--gpus-max is required"),
+        (["--lengths", ORZ], "--gpus-max is required where no series"),
         (["--gpus-max", 8], "--lengths is required"),
         (["--gpus-max", 8, "--lengths", ORZ], "holds runs ORZ-1.5B, ORZ-32B: choose one"),
         (["--gpus-max", 8, "--lengths", ORZ, "--run", "x"], "no run 'x'"),
