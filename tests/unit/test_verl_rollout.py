@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nereus_verl.driver import brief
 from nereus_verl.reconcile import kept
 from nereus_verl.rollout import RolloutPlan, global_plan_rollout, plan_rollout, start_rollout
 
+from nereus_plugins.cli import main
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.transport import fingerprint
 
@@ -135,6 +137,24 @@ def test_a_global_plan_has_the_rollout_too() -> None:
 def test_what_a_rollout_cannot_be(plan: GlobalPlan, message: str) -> None:
     with pytest.raises(SpecError, match=f"plan: .*{message}"):
         in_global_plan(plan)
+
+
+def test_what_the_planner_says_of_the_rollout_is_executed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--model", "qwen2.5-7b", "--algorithm", "grpo", "--gpu", "h100", "--gpus", "8"]
+    assert main(["plan", *asked, "--backend", "fsdp", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    generate = plan["assignments"]["actor-generate"]
+    assert generate["knobs"].keys() == {"rollout_memory_fraction"}
+    config = put(job(ranks=8), f"{ARL}.name", "hf_cpu")
+    with pytest.raises(SpecError, match="take no memory fraction"):
+        planned(plan, world=8, config=put(config, TP, 2))
+    del generate["knobs"]
+    for tp in (1, 2, 4):
+        found = planned(plan, world=8, config=put(config, TP, tp))
+        assert found == RolloutPlan(tp=generate["layout"].get("tp", 1))
+        assert found.replicas(8) == generate["layout"]["dp"]
 
 
 def test_units_stay_where_a_plan_is_of_the_rollout_alone() -> None:
