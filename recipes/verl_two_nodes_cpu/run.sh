@@ -23,6 +23,7 @@ export TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 # All nodes are on this host, each with an address of its own on the loopback interface; the cluster
 # takes who knows its token.
 ray=$(mktemp -d)
+export TMPDIR=$ray
 export GLOO_SOCKET_IFNAME=lo RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$directory/ray_token
 (umask 077 && "$python" -c 'import secrets; print(secrets.token_hex(32))' >"$RAY_AUTH_TOKEN_PATH")
 port=$("$python" -c 'import socket; print(socket.create_server(("127.0.0.2", 0)).getsockname()[1])')
@@ -42,10 +43,15 @@ started() { # started <address>: wait until the node is
   echo "run.sh: node $1 did not start, see $directory/node-$1.log" >&2
   return 1
 }
-end() { # each node ends with the `ray start --block` that holds it
+end() { # each node ends with the `ray start --block` that holds it, then its workers, which miss it
   trap '' EXIT INT TERM
   kill $(jobs -p) 2>/dev/null || true
   wait
+  unset TMPDIR
+  for _ in $(seq 200); do
+    grep -qsaF "$ray" /proc/[0-9]*/cmdline /proc/[0-9]*/environ || break
+    sleep 0.1
+  done
   rm -rf "$ray" "$RAY_AUTH_TOKEN_PATH"
 }
 trap end EXIT
