@@ -5,6 +5,9 @@ set -euo pipefail
 directory=$(realpath -m "${1:-nereus-nodes}")
 shift || true
 python=${PYTHON:-python}
+ray=$(mktemp -d)
+export TMPDIR=$ray # what all processes leave goes with it
+trap 'rm -rf "$ray"' EXIT
 "$python" -c 'import nereus_verl' 2>/dev/null || {
   echo "run.sh: $python has no Nereus; in a clone: ./dev run $0, or set PYTHON" >&2
   exit 2
@@ -22,8 +25,6 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONHASHSEED=0
 export TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 # All nodes are on this host, each with an address of its own on the loopback interface; the cluster
 # takes who knows its token.
-ray=$(mktemp -d)
-export TMPDIR=$ray
 export GLOO_SOCKET_IFNAME=lo RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$directory/ray_token
 (umask 077 && "$python" -c 'import secrets; print(secrets.token_hex(32))' >"$RAY_AUTH_TOKEN_PATH")
 port=$("$python" -c 'import socket; print(socket.create_server(("127.0.0.2", 0)).getsockname()[1])')
@@ -78,10 +79,10 @@ fsdp2() { # <part of the configuration> <its engine>
 
 RAY_ADDRESS=$head "$python" -m verl.trainer.main_ppo \
   $(fsdp2 $ARR.actor $ARR.actor.fsdp_config) $(fsdp2 critic critic.fsdp) \
-  +nereus=on '++nereus.schedule={2: {ranks: 4}, 4: {ranks: 2, leave: [0, 1]}}' \
+  +nereus=on '++nereus.schedule={2: {ranks: 4}, 3: {ranks: 2, leave: [0, 1]}}' \
   nereus.claim_timeout_s=120 nereus.run_dir="$directory/records" \
   trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1 trainer.logger='["console","file"]' \
-  trainer.total_training_steps=6 trainer.total_epochs=1000 trainer.val_before_train=False \
+  trainer.total_training_steps=4 trainer.total_epochs=1000 trainer.val_before_train=False \
   trainer.resume_mode=disable trainer.save_freq=-1 trainer.test_freq=-1 \
   trainer.default_local_dir="$directory/checkpoints" \
   trainer.v1.sampler.custom_sampler.path=pkg://nereus_cpu.replay_buffer \
