@@ -13,9 +13,11 @@ TIMEOUT_S = 400.0
 NOT_COMPARED = ("timing_", "perf/", "actor/perf/", "critic/perf/", "nereus/")
 
 
-def small_job(directory: Path, engine: str, ranks: int, **settings: Any) -> Job:
+def small_job(
+    directory: Path, engine: str, ranks: int, *, hidden: int = 64, **settings: Any
+) -> Job:
     """A PPO job of two layers and two steps; `settings` are fields of `Job`."""
-    task = make_task(directory, layers=2)
+    task = make_task(directory, layers=2, hidden=hidden)
     fields: dict[str, Any] = {
         "steps": 2,
         "batch_prompts": 8,

@@ -27,10 +27,11 @@ def install_for_verl() -> None:
             "VERL_PLATFORM=cpu was asked for on a machine with CUDA; nereus_cpu is for machines "
             "without: unset VERL_PLATFORM (or hide the GPUs)"
         )
-    from nereus_cpu import mbridge, megatron, platform
+    from nereus_cpu import mbridge, megatron, platform, vllm
 
     megatron.install()  # before anything imports megatron.core
     platform.install()
+    vllm.install()
     _register_rollout()
     after_import("verl.workers.engine.fsdp.transformer_impl", _patch_fsdp)
     after_import("mbridge.core.llm_bridge", mbridge.patch_layer_specs)

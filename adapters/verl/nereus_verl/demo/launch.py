@@ -33,6 +33,8 @@ class Job:
         megatron: tp, pp (dp follows).
     batch_prompts, samples_per_prompt: prompts a step and responses to each.
     mini_batch_prompts: prompts per optimizer step.
+    rollout: "hf_cpu", or "vllm" where vLLM's CPU build is installed; rollout_tp: ranks that share a
+        server (default: all).
     nereus: overrides of the config group `nereus`, e.g. {"schedule": ...}; None leaves Nereus out.
     plugins: VERL_USE_EXTERNAL_PLUGINS; "nereus_cpu" leaves Nereus itself unloaded.
     extra: further Hydra overrides, applied last.
@@ -56,6 +58,8 @@ class Job:
     actor_lr: float = 1e-3
     critic_lr: float = 1e-3
     seed: int = 1
+    rollout: str = ROLLOUT_NAME
+    rollout_tp: int | None = None
     nereus: Mapping[str, Any] | None = None
     plugins: str = "auto"
     extra: Sequence[str] = ()
@@ -126,10 +130,10 @@ def overrides(job: Job, work_dir: Path, ray_dir: Path) -> list[str]:
         f"{arl}.actor.optim.lr": job.actor_lr,
         f"{arl}.actor.use_kl_loss": job.reference,
         f"{arl}.actor.use_torch_compile": False,
-        f"{arl}.rollout.name": ROLLOUT_NAME,
+        f"{arl}.rollout.name": job.rollout,
         f"{arl}.rollout.seed": job.seed,
         # One server for all ranks: a process less per rank.
-        f"{arl}.rollout.tensor_model_parallel_size": job.ranks,
+        f"{arl}.rollout.tensor_model_parallel_size": job.rollout_tp or job.ranks,
         f"{arl}.rollout.n": job.samples_per_prompt,
         f"{arl}.rollout.max_num_seqs": rows,
         f"{arl}.rollout.log_prob_micro_batch_size_per_gpu": job.micro_batch,
@@ -147,6 +151,8 @@ def overrides(job: Job, work_dir: Path, ray_dir: Path) -> list[str]:
         "+ray_kwargs.ray_init._temp_dir": ray_dir,
         "hydra.run.dir": work_dir / "hydra",
     }
+    if job.rollout == "vllm":
+        common |= _vllm_settings(job)
     if job.critic:
         common |= {
             "critic.model.path": job.model_dir,
@@ -237,6 +243,22 @@ def _megatron_overrides(job: Job) -> list[str]:
     return out
 
 
+def _vllm_settings(job: Job) -> dict[str, Any]:
+    """What vLLM's CPU build needs: it has no sleep mode, compiles nothing here, and takes
+    gpu_memory_utilization of the host's memory for a server with its KV cache."""
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        f"+{rollout}.enable_sleep_mode": False,
+        f"{rollout}.free_cache_engine": False,
+        f"{rollout}.enforce_eager": True,
+        f"{rollout}.dtype": "float32",
+        f"{rollout}.max_model_len": job.prompt_tokens + job.response_tokens,
+        f"{rollout}.gpu_memory_utilization": 0.08,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        f"{rollout}.calculate_log_probs": True,
+    }
+
+
 def _agent_loop_config() -> Path:
     import nereus_cpu
 
@@ -271,6 +293,7 @@ def environment(job: Job, work_dir: Path) -> dict[str, str]:
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its servers share cores with the ranks
     }
 
 

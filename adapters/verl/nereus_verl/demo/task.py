@@ -57,6 +57,9 @@ def _save_tokenizer(model_dir: Path) -> int:
     from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    # Divisible by every tensor-parallel size up to 8. Each is a token: vLLM gives none to others.
+    spare = [f"<|spare_{i}|>" for i in range(-len(words) % 8)]
+    words += spare
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,11 +67,11 @@ def _save_tokenizer(model_dir: Path) -> int:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *spare],
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(model_dir)
-    return -(-len(words) // 8) * 8  # divisible by every tensor-parallel size up to 8
+    return len(words)
 
 
 def _save_model(
