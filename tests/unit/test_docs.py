@@ -29,6 +29,7 @@ def test_every_refusal_is_on_the_support_page() -> None:
         "docs/control.md",
         "docs/traces.md",
         "docs/simulator.md",
+        "docs/vllm.md",
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:

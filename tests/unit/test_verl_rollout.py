@@ -96,6 +96,19 @@ def test_other_rollouts_stay_as_they_are() -> None:
     in_global_plan(of(Layout(tp=2, dp=2), rollout_memory_fraction=0.5), config)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("quantization", "fp8"), ("data_parallel_size", 2), ("disaggregation.enabled", True)],
+)
+def test_vllm_changes_but_in_some_of_its_forms(setting: str, value: Any) -> None:
+    config = put(cpu_job(), f"{ARL}.name", "vllm")
+    less = {"rollout": {"replicas": 1, "memory_fraction": 0.3}}
+    assert planned(less, config=config) == RolloutPlan(tp=4, memory_fraction=0.3)
+    config = put(config, f"{ARL}.{setting}", value)
+    with pytest.raises(SpecError, match="quantised, disaggregated or data-parallel"):
+        planned({"rollout": {"memory_fraction": 0.3}}, config=config)
+
+
 def test_a_replica_fills_whole_nodes() -> None:
     config = put(cpu_job(), f"{ARL}.n_gpus_per_node", 2)
     assert planned({"rollout": {"tp": 4}}, config=config).tp == 4

@@ -111,6 +111,8 @@ class VerlJob:
                     f"says {_listed(self._layouts)}; please report this with the job's settings"
                 )
         self._layouts = built
+        if self.checked.ranks_change():
+            self._rollout.find_servers()
         run_id = uuid.uuid4().hex
         self._records.write(
             RunRecord(
@@ -132,10 +134,14 @@ class VerlJob:
             self._listen(run_id)
 
     def close(self) -> None:
-        """Take no more commands."""
+        """Take no more commands; the rollout is over."""
         self._sign = None
         if self._server is not None:
             self._server.close()
+        try:
+            self._rollout.close()
+        except Exception as error:  # what ended the job counts, not this
+            say(f"the rollout's servers may have left shared memory behind: {error!r}")
 
     # -- the port -------------------------------------------------------------------------------
 

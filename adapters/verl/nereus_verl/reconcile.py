@@ -98,6 +98,17 @@ class Rollout:
         self._ranks = ranks
         self._backend = backend
 
+    def find_servers(self) -> None:
+        """Have every rank find its server, where each has a placement group of its own.
+
+        Raises: WorkersFailed; RuntimeError with a rank's reason.
+        """
+        if self._backend is None or not self._backend.counts_local_ranks:
+            return
+        failed = self._call("rebuild_rollout", rollout_worker.rebuild, {})
+        if reasons := [reason for reason in failed if reason]:
+            raise RuntimeError(f"the rollout's side in a training process: {reasons[0]}")
+
     def follow(self, target: RolloutPlan, step: int) -> RolloutReport:
         """Reconcile with `target`, on the ranks as they are; `plan` says what came of it.
 
@@ -127,7 +138,7 @@ class Rollout:
         self.plan = target
         try:
             launched = self._launch(target, same, report)
-            self._sync(step, report)
+            self._sync(launched, step, report)
             self._check(launched, report)
         except (WorkersFailed, _DidNotFollow):
             raise
@@ -151,6 +162,7 @@ class Rollout:
         stay = kept(now, wanted, same_launch)
         gone, new = [n for n in now if n not in stay], [n for n in wanted if n not in stay]
         with Timed(seconds, "end"):
+            self._end([replicas[n] for n in gone])
             verl_private.end_replicas(trainer, [replicas[n] for n in gone])
         report.kept, report.ended = stay, [*report.ended, *gone]
         report.replicas = {n: {"server": replicas[n].server_address} for n in stay}
@@ -164,8 +176,19 @@ class Rollout:
         verl_private.route_to(trainer, launched)
         return dict(zip(new, launched, strict=True))
 
-    def _sync(self, step: int, report: RolloutReport) -> None:
+    def close(self) -> None:
+        """The job is over: have servers leave nothing behind on their nodes."""
+        self._end(verl_private.replicas_of(self._ranks.trainer))
+
+    def _end(self, replicas: Sequence[Any]) -> None:
+        if self._backend is not None:
+            self._backend.end(replicas, self._ranks.setup.timeout_s)
+
+    def _sync(self, launched: Mapping[int, Any], step: int, report: RolloutReport) -> None:
         assert self._backend is not None
+        limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE
+        for replica in verl_private.replicas_of(self._ranks.trainer):
+            self._backend.expect(replica, int(replica.replica_rank) in launched, limit_s)
         self._call("sync_rollout", rollout_worker.watch, self._backend.name)
         with Timed(report.seconds, "sync"):
             verl_private.sync_rollout(self._ranks.trainer, step)

@@ -26,7 +26,8 @@ PATH = "actor_rollout_ref.rollout"
 TP, MEMORY = f"{PATH}.tensor_model_parallel_size", f"{PATH}.gpu_memory_utilization"
 
 FIXED = Refusal(
-    "rollouts that change, and ranks that join and leave, with vLLM, SGLang or TensorRT-LLM",
+    "rollouts that change, and ranks that join and leave, with SGLang or TensorRT-LLM, and with "
+    "vLLM that is quantised, disaggregated or data-parallel",
     "nereus.schedule: rollout, ranks, dp",
     "ending and launching their engines in a running job has not been tested",
     f"keep the rollout and the number of ranks, or use rollout.name={', '.join(BACKENDS)}",

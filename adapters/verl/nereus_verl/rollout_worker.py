@@ -85,8 +85,10 @@ class _Watch:
                 pass
 
         rollout.resume, rollout.update_weights = watched_resume, watched_update
+        verl_private.limit_weight_sockets(timeout_s)
 
     def end(self) -> None:
+        verl_private.limit_weight_sockets(None)
         for name in ("resume", "update_weights"):
             vars(self._role.rollout).pop(name, None)
 

@@ -26,6 +26,7 @@ from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
 from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
 from nereus_verl.job import RolloutFailed, VerlJob, setup
 from nereus_verl.ranks import Ranks
+from nereus_verl.rollout_backends import backend_of
 
 RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
 
@@ -49,8 +50,13 @@ class NereusTrainer(PPOTrainerSync):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self._checked is not None and self._checked.ranks_change():
+        if self._checked is None:
+            return
+        if self._checked.ranks_change():
             verl_private.one_bundle_a_group(self)
+        backend = backend_of(self._checked.config)
+        if backend is not None:
+            backend.install()
 
     def _setup(self) -> None:
         with verl_private.workers_know() if self._checked is not None else nullcontext():

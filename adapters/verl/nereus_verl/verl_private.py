@@ -10,6 +10,7 @@ import asyncio
 import copy
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -22,6 +23,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 TESTED = ("0.9.1",)
+_LOCAL_RANKS = "RAY_LOCAL_WORLD_SIZE"
 
 
 class UnsupportedVerl(RuntimeError):
@@ -467,6 +469,7 @@ def build_empty(worker_dict: Any, loss_functions: dict[str, Any]) -> None:
         engine.module = engine.optimizer = engine.lr_scheduler = None
         engine.checkpoint_manager = None
 
+    importlib.import_module("verl.workers.engine")  # as the first role would, without a critic
     with ExitStack() as stack:
         for kind, name in (("fsdp", "FSDPEngine"), ("megatron", "MegatronEngine")):
             module = sys.modules.get(f"verl.workers.engine.{kind}.transformer_impl")
@@ -518,8 +521,24 @@ def set_rollout_config(role: Any, settings: Mapping[str, Any]) -> None:
 
 def build_rollout(role: Any) -> None:
     """Make a role worker's side of the rollout anew, in the current world. Collective."""
-    with _as_role(role, "rollout"):
-        role.init_model()
+    # verl tells a node's ranks apart by this variable, which is 1 where every rank has a placement
+    # group of its own.
+    local = str(role.config.rollout.get("n_gpus_per_node") or os.environ[_LOCAL_RANKS])
+    before, os.environ[_LOCAL_RANKS] = os.environ[_LOCAL_RANKS], local
+    try:
+        with _as_role(role, "rollout"):
+            role.init_model()
+    finally:
+        os.environ[_LOCAL_RANKS] = before
+
+
+def limit_weight_sockets(timeout_s: float | None) -> None:
+    """How long this process waits for a vLLM server to take a part of the weights. None: for ever,
+    as verl has it."""
+    import zmq
+
+    context: Any = zmq.Context.instance()  # options of the sockets that are made from now on
+    context.rcvtimeo = context.sndtimeo = -1 if timeout_s is None else int(timeout_s * 1000)
 
 
 @contextmanager
