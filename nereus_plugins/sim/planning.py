@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from nereus_plugins.cost.estimate import estimate
@@ -44,6 +45,7 @@ class Planning:
 
     def __init__(self, known: Known) -> None:
         self.known = known
+        self._iteration_s: dict[tuple[object, LengthDistribution], float] = {}
         self._seconds: dict[tuple[object, LengthDistribution, float], float | None] = {}
         self._best: dict[tuple[int, LengthDistribution, float], GlobalPlan | None] = {}
 
@@ -88,6 +90,25 @@ class Planning:
         return with_longest(
             self.known.response_tokens, self.known.max_response_tokens, 1.0 / max(2, sequences)
         )
+
+    def lengths_of(self, mean_tokens: float) -> LengthDistribution:
+        """The first lengths, scaled to (within 5 %) this mean."""
+        first = self.known.response_tokens
+        grid = math.log(1.1)
+        bucket = round(math.log(max(1.0, mean_tokens) / first.mean_tokens()) / grid)
+        points = tuple((p, max(1.0, t * math.exp(grid * bucket))) for p, t in _points(first))
+        most = self.known.max_response_tokens
+        return LengthDistribution("quantiles", quantiles=points, max_tokens=most)
+
+    def iteration_s(self, chosen: GlobalPlan, response_tokens: LengthDistribution) -> float:
+        """Predicted seconds of an iteration, whether it fits or not."""
+        key = (chosen.assignments, response_tokens)
+        if key not in self._iteration_s:
+            setting = self.known.setting
+            workload = setting.workload(response_tokens)
+            result = estimate(setting.job, chosen, setting.cluster, workload)
+            self._iteration_s[key] = result.iteration_s
+        return self._iteration_s[key]
 
     def seconds(
         self, chosen: GlobalPlan, response_tokens: LengthDistribution, memory: float = 1.0

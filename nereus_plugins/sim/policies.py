@@ -68,10 +68,10 @@ class Missed:
     ) -> bool:
         """Count the last step in; whether it has become more than `cost_s`, and then begin anew."""
         last = job.observe()
-        lengths = planning.sized_lengths()
-        here_s = planning.seconds(job.describe(), lengths)
-        there_s = planning.seconds(target, lengths)
-        if last is not None and here_s and there_s:
+        if last is not None:
+            lengths = planning.lengths_of(last.metrics["response_length/mean"])
+            here_s = planning.iteration_s(job.describe(), lengths)
+            there_s = planning.iteration_s(target, lengths)
             self.seconds += max(0.0, last.step_s * (1.0 - there_s / here_s))
         if self.seconds <= cost_s:
             return False

@@ -21,7 +21,7 @@ from nereus_plugins.sim.constants import BASIS, KINDS, Constants
 from nereus_plugins.sim.hindsight import hindsight_plan
 from nereus_plugins.sim.job import Failure, SimulatedJob
 from nereus_plugins.sim.planning import Known, Planning, with_longest
-from nereus_plugins.sim.policies import DPScaling, Static, scaled
+from nereus_plugins.sim.policies import DPScaling, Missed, Static, scaled
 from nereus_plugins.sim.truth import NO_SURPRISE, Chance, StepTruth, Truth, TruthSpec
 from nereus_plugins.sim.world import World
 from nereus_plugins.spec import (
@@ -447,3 +447,25 @@ def test_a_backend_whose_state_cannot_be_predicted_is_refused() -> None:
     other = dataclasses.replace(SETTING, job=dataclasses.replace(SETTING.job, backend="deepspeed"))
     with pytest.raises(SpecError, match="backend=deepspeed"):
         World(trace(setting=other))
+
+
+def test_what_was_missed_counts_the_lengths_of_now() -> None:
+    """A plan that is slower at the first lengths and quicker at those of now is worth going to."""
+    one = trace(steps=40)
+    planning = Planning(known(one))
+    now = planning.lengths_of(1180.0)
+    assert now.mean_tokens() == pytest.approx(1180.0, rel=0.06)
+    assert planning.lengths_of(400.0).mean_tokens() == pytest.approx(400.0, rel=0.06)
+    target, plan = simple_plan(16), simple_plan(8)
+    world = World(one, truth=NO_SURPRISE)
+    job = SimulatedJob(world, plan)
+    missed = Missed()
+    while job.step < 40:
+        assert isinstance(job.advance(), StepRecord)
+    assert not missed.pays(job, target, planning, 1e9)
+    last = job.observe()
+    assert last is not None
+    ratio = planning.iteration_s(target, now) / planning.iteration_s(plan, now)
+    assert missed.seconds == pytest.approx(last.step_s * (1 - ratio), rel=0.02)
+    assert missed.pays(job, target, planning, 0.5 * missed.seconds)
+    assert missed.seconds == 0.0
