@@ -30,6 +30,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         worker = super().__new__(cls, **kwargs)
         worker.nereus_seconds = {}
         worker.nereus_received = None
+        worker.nereus_fill = False
         # On the object: a mixed-in class comes after the worker's own, and may repeat no name.
         for method, part in _PARTS.items():
             setattr(worker, method, _timed(worker.nereus_seconds, part, getattr(worker, method)))
@@ -40,12 +41,11 @@ class WorkerExtension(vLLMColocateWorkerExtension):
 
         Args:
             launched: whether this worker has no weights yet. It is filled with what no weight is,
-                so that one which stays unwritten shows.
+                so that one which stays unwritten shows; once the first weights come, as until then
+                it may sleep, without memory behind its parameters.
         """
         self.nereus_received: dict[str, str] | None = {}
-        if launched:
-            for _, parameter in _floats(self.model_runner.model):
-                parameter.data.fill_(float("nan"))
+        self.nereus_fill = launched
 
     def nereus_watched(self) -> dict[str, Any]:
         """End watching. Returns: {"received": fingerprints by the names that were streamed,
@@ -62,6 +62,10 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         return self.nereus_seconds
 
     def _update_weights(self, weights: Any, *args: Any, **kwargs: Any) -> None:
+        if self.nereus_fill:
+            self.nereus_fill = False
+            for _, parameter in _floats(self.model_runner.model):
+                parameter.data.fill_(float("nan"))
         if self.nereus_received is not None:
             for name, tensor in weights:
                 self.nereus_received[name] = fingerprint.of_tensor(tensor)
