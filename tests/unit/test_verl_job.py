@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nereus_verl import preflight, stamp
+from nereus_verl.background import Started, Window, beside
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import staying
@@ -256,6 +258,36 @@ def test_knobs_alone_are_a_transition_without_units(
     assert record.outcome == "aborted"
     assert "the journal was not written" in record.reason
     assert run.unit_knobs("actor").batching.train == 8
+
+
+def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path) -> None:
+    """Also where a submitted plan has changed it since the schedule was checked."""
+    schedule = {2: {"actor": {"token_budget_tokens": 512}}, 3: {"rollout": {"tp": 1}}}
+    start = checked(tmp_path, schedule)
+    put(start.config, "actor_rollout_ref.rollout.name", "hf_cpu")
+    run = VerlJob(start, NoRanks())
+    run._knobs["actor"] = dataclasses.replace(run._knobs["actor"], recompute="full")
+    run._rollout.plan = generate = dataclasses.replace(run._rollout.plan, tp=4)
+    record = run.at_boundary(2)
+    assert record is not None
+    assert (record.outcome, record.rollout) == ("committed", {})
+    assert run.unit_knobs("actor").recompute == "full"
+    assert run.unit_knobs("actor").batching.train == 512
+    assert run.rollout() == generate
+    assert run._scheduled(3)[-1].tp == 1
+
+
+def test_what_was_prepared_and_is_lost_ends_the_job_with_last_words(tmp_path: Path) -> None:
+    """A rank dies in the window, and its plan is not due any more."""
+    run = VerlJob(checked(tmp_path, {}), NoRanks())
+
+    def lose_a_worker() -> Any:
+        raise WorkersFailed("the worker process of rank 1 died in 'claim'")
+
+    window = Window(0.5, "127.0.0.1", 0, "window")
+    run._started = Started(1, {}, None, window, beside(lose_a_worker), {})
+    with pytest.raises(TransitionFailed, match=r"rank 1 died in 'claim'.*no checkpoint yet"):
+        run.at_boundary(1)
 
 
 def test_last_words_are_said_where_records_cannot_be_written(

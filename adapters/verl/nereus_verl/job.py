@@ -323,21 +323,48 @@ class VerlJob:
         tuple[Mapping[str, Layout], str, Sequence[int], Mapping[str, UnitKnobs], RolloutPlan] | None
     ):
         """The arguments of the `transition` that is due, None if none is. Raises: SpecError."""
-        checked = self.checked
-        if step in checked.targets:
-            targets, unit_knobs = checked.targets[step], checked.knob_targets[step]
-            if self._inbox.paused:
-                return None
-            where, leave = f"nereus.schedule.{step}", checked.leave[step]
-            return targets, where, leave, unit_knobs, checked.rollout_targets[step]
+        if step in self.checked.targets:
+            return None if self._inbox.paused else self._scheduled(step)
         plan = self._inbox.pending_plan()
         return None if plan is None else self._targets(plan)
 
+    def _scheduled(
+        self, step: int
+    ) -> tuple[Mapping[str, Layout], str, Sequence[int], Mapping[str, UnitKnobs], RolloutPlan]:
+        """The arguments of the `transition` that is scheduled after `step`. What its plan leaves
+        out of knobs and rollout stays as it is in force: submitted plans may have changed it since
+        the schedule was checked, or a rollout may not have followed. Raises: SpecError."""
+        checked, where = self.checked, f"nereus.schedule.{step}"
+        targets, plan = checked.targets[step], checked.nereus.schedule[step]
+        unit_knobs = knobs.plan_knobs(
+            plan, config=checked.config, units=checked.units, current=self._knobs, where=where
+        )
+        rollout = plan_rollout(
+            plan,
+            config=checked.config,
+            current=self._rollout.plan,
+            world=_world(self._layouts | dict(targets)),
+            where=where,
+        )
+        return targets, where, checked.leave[step], unit_knobs, rollout
+
     def _drop_started(self) -> None:
-        """Give up what was prepared, if anything still is: it is not what was due."""
+        """Give up what was prepared, if anything still is: it is not what was due.
+
+        Raises: TransitionFailed: a rank that the job needs is gone.
+        """
         started, self._started = self._started, None
         if started is None:
             return
+        try:
+            self._give_up(started)
+        except WorkersFailed as error:
+            raise TransitionFailed(
+                f"what was prepared in the background after step {self._step} could not be given "
+                f"up: {error}. The job ends here: {self._restart()}"
+            ) from error
+
+    def _give_up(self, started: Started) -> None:
         started.window.end()
         try:
             submitted = started.submitted.result()
@@ -403,8 +430,7 @@ class VerlJob:
             run.reason = "the job was paused; `nereus transition` can submit the plan"
             return self._finished(run)
         try:
-            leave = self.checked.leave[step]
-            return self.transition(targets, f"nereus.schedule.{step}", leave, unit_knobs, rollout)
+            return self.transition(*self._scheduled(step))
         except SpecError as error:
             run = _Run(self._next_attempt(), step, changes, switched, self._rollout.plan, rollout)
             run.outcome, run.reason = "aborted", str(error)
@@ -829,17 +855,20 @@ class VerlJob:
         return min(known) if known else None
 
     def _last_words(self, run: _Run) -> str:
+        return (
+            f"the transition after step {self._step} ({run.listed()}) failed and state was lost "
+            f"with it: {run.reason}. The job ends here: {self._restart()}. Records: "
+            f"{self.checked.run_dir / RECORDS_FILE}"
+        )
+
+    def _restart(self) -> str:
+        """What the job can be started again from, in words."""
         checkpoint = stamp.latest_checkpoint(self.checked.config)
-        restart = (
+        return (
             f"the newest checkpoint is {checkpoint}; its {stamp.FILE} names the settings to "
             "restart with"
             if checkpoint is not None
             else "there is no checkpoint yet; start again (trainer.save_freq saves some)"
-        )
-        return (
-            f"the transition after step {self._step} ({run.listed()}) failed and state was lost "
-            f"with it: {run.reason}. The job ends here: {restart}. Records: "
-            f"{self.checked.run_dir / RECORDS_FILE}"
         )
 
     # -- observing ------------------------------------------------------------------------------

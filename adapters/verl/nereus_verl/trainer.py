@@ -40,6 +40,7 @@ class NereusTrainer(PPOTrainerSync):
         self._transition: TransitionRecord | None = None
         self._critic_order: list[int] | None = None
         self._prepared_after: int | None = None  # the step whose transition waits for the batch
+        self._data_position: Any = None  # at the end of that step
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
@@ -105,6 +106,7 @@ class NereusTrainer(PPOTrainerSync):
         if job is not None and background:
             if job.is_due(step):
                 self._prepared_after = step
+                self._data_position = self.train_dataloader.state_dict()
             job.begin_window(step)
 
     def _end_window(self) -> None:
@@ -121,7 +123,9 @@ class NereusTrainer(PPOTrainerSync):
         try:
             self._transition = job.at_boundary(step)
         except RolloutFailed as error:
-            self.global_steps = step  # may be on the way to the next
+            self.global_steps = step  # may be on the way to the next, whose batch is drawn
+            if self._data_position is not None:
+                self.train_dataloader.load_state_dict(self._data_position)
             self._save_checkpoint()
             folder = Path(self.config.trainer.default_local_dir).absolute()
             raise RolloutFailed(
