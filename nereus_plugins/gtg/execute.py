@@ -69,6 +69,9 @@ PREDICTION_TOLERANCE = 0.01
 # Steps in which a rank waits for its peers in ways that cannot be broken from outside.
 _WAITING = (Step.FORM_GROUPS, Step.BUILD, Step.AGREE)
 
+# Steps in which ranks pause while other stages run, each as its own part of the work asks.
+_PACED = (Step.MOVE, Step.VERIFY)
+
 # Attempts in this process, the same number on all ranks.
 _attempts = itertools.count(1)
 
@@ -80,7 +83,8 @@ class TransitionOptions:
     Attributes:
         staging_bytes: largest message; None: the transport's default for its back end.
         checksum: compare every target with its source after the move, read again at both ends.
-        timeout_s: how long an exchange or the forming of a group may stand still.
+        timeout_s: how long an exchange or the forming of a group may stand still; with a
+            `background_share`, so many times longer as pauses make it.
         memory_budget_bytes: device memory that the units' old and new state may take together;
             None: no limit. Where both do not fit, the old state is parked in host memory.
         node_of: the node of each rank, so that moves stay on a node where they can; None: one node.
@@ -428,7 +432,8 @@ class RankTransition:
                 attempt.source[name] = self.units[name].described()
 
     def _form_groups(self, attempt: _Attempt, names: list[str]) -> None:
-        timeout = datetime.timedelta(seconds=self.options.timeout_s)
+        timeout_s = self.options.timeout_s * self._slowed()
+        timeout = datetime.timedelta(seconds=timeout_s)
         # Not the default group's back end, which may be one for each kind of device.
         group = dist.new_group(list(range(self.world)), timeout=timeout, backend=transfer_backend())
         assert group is not None
@@ -438,7 +443,7 @@ class RankTransition:
             staging_bytes=self.options.staging_bytes,
             staging_buffers=_STAGING_BUFFERS,
             checksum=self.options.checksum,
-            timeout_s=self.options.timeout_s,
+            timeout_s=timeout_s,
             progress=self.options.progress,
             pace=Pace(self.options.background_share or 1.0, self.options.hurry),
             peer_failed=lambda: self.control.voted_against(attempt.vote),
@@ -607,6 +612,8 @@ class RankTransition:
         lost: tuple[int, ...] = ()
         # A rank that failed waits for peers that wait for it.
         patience_s = self.control.timeout_s + (self.options.timeout_s if step in _WAITING else 0.0)
+        if step in _PACED:
+            patience_s *= self._slowed()
         try:
             failed = self._vote(attempt, label, error, patience_s)
         except RankLost as missing:
@@ -686,6 +693,10 @@ class RankTransition:
                     parked.fetch()
 
     # ------------------------------------------------------------------ small parts
+
+    def _slowed(self) -> float:
+        """How many times longer peers may take that leave other work its share."""
+        return 1.0 / (self.options.background_share or 1.0)
 
     def _prepared(self) -> _Attempt:
         if self._attempt is None or self._attempt.committed:
