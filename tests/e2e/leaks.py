@@ -103,8 +103,8 @@ def _held(job: Any) -> None:
 def _watch(module: ModuleType) -> None:
     transition = module.VerlJob.transition
 
-    def watched(job: Any, *args: Any) -> Any:
-        record = transition(job, *args)
+    def watched(job: Any, *args: Any, **kwargs: Any) -> Any:
+        record = transition(job, *args, **kwargs)
         _held(job)
         return record
 
