@@ -521,7 +521,7 @@ EIGHT = Layout(dp=8, sharding="fsdp")
     [
         (elastic_job(), {"actor": EIGHT}, "actor 8, critic 4, ref 4; write `ranks`"),
         (elastic_job(), everywhere(Layout(dp=3, sharding="fsdp")), "does not divide by 3"),
-        (job(), everywhere(EIGHT), "vLLM, SGLang"),
+        (job(), everywhere(EIGHT), "SGLang or TensorRT-LLM"),
         (
             put(elastic_job(), "trainer.device", "cuda"),
             {"actor": EIGHT, "critic": EIGHT},
