@@ -18,6 +18,7 @@ import os
 import platform
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from nereus_cpu.post_import import after_import
 from nereus_verl.demo.launch import ENGINES, Job, run
 from nereus_verl.demo.task import make_task
 
-from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
+from nereus_plugins.trace.record import Record, StepRecord, TransitionRecord, read_records
 
 WARM_UP_STEPS = 2
 TIMEOUT_S = 1500.0
@@ -49,6 +50,8 @@ def measure(engine: str, cycles: int, share: float, hidden: int, directory: Path
         ranks=2,
         steps=max(after) + 2,
         layout=START[engine],
+        batch_prompts=4,
+        mini_batch_prompts=4,
         response_tokens=96,
         model_dir=task.model_dir,
         train_file=task.train_file,
@@ -65,6 +68,19 @@ def measure(engine: str, cycles: int, share: float, hidden: int, directory: Path
     }
     run(job, directory / "job", timeout_s=TIMEOUT_S, env=env).require_success()
     records = list(read_records(directory / "job" / "checkpoints" / "nereus"))
+    return {
+        **evaluate(records, after),
+        "background_share": share,
+        "engine": engine,
+        "load_average": os.getloadavg()[0],
+        "measured_on": f"CPU/gloo, {os.cpu_count()} cores, "
+        f"{platform.processor() or platform.machine()}",
+        "versions": {name: version(name) for name in ("nereus-plugins", "verl", "torch", "ray")},
+    }
+
+
+def evaluate(records: Sequence[Record], after: Mapping[int, bool]) -> dict[str, Any]:
+    """Medians. Args: after: by step of a transition, whether it was to be in the background."""
     transitions = {r.step: r for r in records if isinstance(r, TransitionRecord)}
     stages_s = {r.step: r.stages_s for r in records if isinstance(r, StepRecord)}
     generate_s = {step: stages["gen"] for step, stages in stages_s.items()}
@@ -93,12 +109,6 @@ def measure(engine: str, cycles: int, share: float, hidden: int, directory: Path
         "release_s": statistics.median(t.seconds["release"] for t in transitions.values()),
         "state_bytes_received": sum(unit["bytes_wire"] for unit in first.units.values()),
         "transitions_of_each_kind": len(hidden_steps),
-        "background_share": share,
-        "engine": engine,
-        "load_average": os.getloadavg()[0],
-        "measured_on": f"CPU/gloo, {os.cpu_count()} cores, "
-        f"{platform.processor() or platform.machine()}",
-        "versions": {name: version(name) for name in ("nereus-plugins", "verl", "torch", "ray")},
     }
     figures["exposed_ratio"] = figures["exposed_s_background"] / figures["exposed_s_blocking"]
     figures["generation_ratio"] = (

@@ -150,40 +150,6 @@ def test_nothing_is_left_of_ranks_that_left(directory: Path, changed: launch.Job
 
 
 @pytest.mark.full
-def test_ranks_change_in_the_background(directory: Path, changed: launch.JobResult) -> None:
-    """Processes are claimed, worlds formed and state moved while the rollout generates."""
-    schedule = {1: {"ranks": 4}, 2: {"ranks": 1}, 3: {"dp": 2}}
-    nereus = {"schedule": schedule, "memory_budget_gib": 4.0, "background": True}
-    hidden = _run(directory, "hidden", nereus=nereus, steps=4).require_success()
-    assert differences(changed.metrics, hidden.metrics) == []
-    _check_books(directory, "hidden", hidden.metrics)
-    _check_state(directory, "hidden", {"weight", "exp_avg", "exp_avg_sq", "scalars"})
-    for transition in _records(directory, "hidden", TransitionRecord):
-        assert {"claim_s", "join_s", "prepare_s"} <= set(transition.background)
-        assert transition.background["hidden_s"] > 0
-    after = observe.read(directory / "hidden.observed")[1::2]
-    assert [_count(line["actors"], "WorkerDict") for line in after] == WORLDS[1:]
-    assert [line["groups"] for line in after] == WORLDS[1:]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_a_change_that_fails_in_the_background(directory: Path, gpus: int) -> None:
-    """No bundle to be had, or a new rank that dies: the old ranks train on, with their numbers."""
-    nereus = {"schedule": {1: {"ranks": 4}}, "background": True, "timeout_s": 20.0}
-    nereus["claim_timeout_s"] = 5.0
-    faults = "step=build,rank=3,kind=kill" if gpus == 4 else ""
-    name = f"hidden-{gpus}"
-    failed = _run(directory, name, gpus=gpus, nereus=nereus, faults=faults, steps=3)
-    failed.require_success()
-    plain = _run(directory, f"{name}-plain", gpus=gpus, nereus={}, steps=3).require_success()
-    assert differences(failed.metrics, plain.metrics) == []
-    (transition,) = _records(directory, name, TransitionRecord)
-    assert transition.outcome == "aborted"
-    assert [m["nereus/world_size"] for m in failed.metrics] == [2, 2, 2]
-
-
-@pytest.mark.full
 def test_megatron_ranks_join_and_leave(directory: Path) -> None:
     schedule = {1: {"ranks": 4, "tp": 2}, 2: {"ranks": 1, "tp": 1}, 3: {"ranks": 2, "pp": 2}}
     nereus = {"schedule": schedule, "memory_budget_gib": 4.0}

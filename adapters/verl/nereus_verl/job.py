@@ -244,6 +244,7 @@ class VerlJob:
         scheduled = step in self.checked.targets
         record = self._run_scheduled(step) if scheduled else self._run_submitted(step)
         self._drop_started()
+        self._inbox.doing("")
         return record
 
     def begin_window(self, step: int) -> None:
@@ -273,7 +274,8 @@ class VerlJob:
             change, changes = self._changes(targets, where, leave, after, rollout)
         except SpecError:
             return None  # the boundary says so
-        return (changes, change) if changes else None
+        # Where ranks join or leave, everything waits: claiming them beside generation was not run.
+        return (changes, change) if changes and change is None else None
 
     def _start_preparing(
         self, step: int, changes: dict[str, Layout], change: Change | None
@@ -311,6 +313,7 @@ class VerlJob:
         else:
             submitted = beside(claim_and_prepare)
         self._started = Started(epoch, changes, change, window, submitted, seconds)
+        self._inbox.doing("prepare, in the background", step)
 
     def _look(
         self, ranks: Sequence[Rank], names: list[str], change: Change | None = None
