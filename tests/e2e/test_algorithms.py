@@ -27,37 +27,34 @@ FILTERED = [
     "actor_rollout_ref.actor.clip_ratio_high=0.28",
     "actor_rollout_ref.actor.loss_agg_mode=token-mean",
 ]
-# name -> engine, whether there is a critic, whether there is a reference, a plan, overrides
-ALGORITHMS: dict[str, tuple[str, bool, bool, dict[str, Any], list[str]]] = {
+# name -> engine, whether there is a reference, a plan, overrides
+ALGORITHMS: dict[str, tuple[str, bool, dict[str, Any], list[str]]] = {
     "rloo with KL in the loss": (
         "fsdp2",
-        False,
         True,
         {"ranks": 1},
         ["algorithm.adv_estimator=rloo"],
     ),
     "reinforce++ with KL in the reward": (
         "megatron",
-        False,
         True,
         {"tp": 2},
         ["algorithm.adv_estimator=reinforce_plus_plus", *KL_IN_REWARD],
     ),
-    "dapo": ("fsdp2", False, False, {"ranks": 1}, FILTERED),
-    "ppo with KL in the reward": ("fsdp2", True, True, {"ulysses": 2}, KL_IN_REWARD),
+    "dapo": ("fsdp2", False, {"ranks": 1}, FILTERED),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_goes_through_a_transition(tmp_path: Path, name: str) -> None:
-    engine, critic, reference, plan, extra = ALGORITHMS[name]
+    engine, reference, plan, extra = ALGORITHMS[name]
     filtered = extra == FILTERED
     job = small_job(
         tmp_path / "task",
         engine,
         2,
-        critic=critic,
+        critic=False,
         reference=reference,
         steps=3,
         # Of two characters, often none is right: groups without a difference, which are filtered.
@@ -73,14 +70,12 @@ def test_an_algorithm_goes_through_a_transition(tmp_path: Path, name: str) -> No
     assert (transition.outcome, transition.step) == ("committed", 1)
     before, after = observe.read(tmp_path / "observed")
     assert before["units"] == after["units"]
-    units = {"actor"} | ({"critic"} if critic else set()) | ({"ref"} if reference else set())
+    units = {"actor"} | ({"ref"} if reference else set())
     assert before["units"].keys() == units
     assert [m["step"] for m in result.metrics] == [1, 2, 3]
     for metrics in result.metrics:
         assert math.isfinite(metrics["actor/grad_norm"])
         assert metrics["actor/grad_norm"] > 0
-        if critic:
-            assert math.isfinite(metrics["critic/grad_norm"])
     evicted = [m.get("training/filter_groups/evicted_samples", 0) for m in result.metrics]
     assert (sum(evicted) > 0) == filtered, evicted
     in_reward = any("use_kl_in_reward" in setting for setting in extra)
