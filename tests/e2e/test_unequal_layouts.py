@@ -103,7 +103,7 @@ def test_a_job_starts_and_resumes_in_unequal_layouts(
         steps=5,
         nereus={},
         extra=[
-            *(f"{path}={value}" for path, value in settings.items() if ".megatron." in path),
+            *(f"{path}={size}" for path, size in settings.items() if "parallel_size" in path),
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={folder}",
         ],
