@@ -59,7 +59,7 @@ def moved(directory: Path) -> launch.JobResult:
         directory,
         "moved",
         steps=5,
-        nereus={"schedule": schedule},
+        nereus={"schedule": schedule, "timeout_s": 20.0},
         extra=["trainer.save_freq=4"],
         env={
             ENVIRONMENT_VARIABLE: "step=build,rank=1,kind=raise,epoch=3",
