@@ -1,8 +1,8 @@
 """A verl Megatron engine as an elastic unit: TP, PP, DP, and sequence parallelism with TP.
 
-Every layout has a parallel state of its own (`parallel_state.World`), which units of equal layouts
-share. The target is a second engine object, built in the world of its layout; commit exchanges the
-contents of the two objects.
+Every layout has a parallel state of its own (`parallel_state.World`), which units that change to it
+together share. The target is a second engine object, built in the world of its layout; commit
+exchanges the contents of the two objects.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BuiltMegatron:
                 dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 lr_scheduler=engine.lr_scheduler,
             )
-            # Who else joins a world finds its generators as they are.
+            # Who comes second to a world finds its generators as they are.
             if RNG in scalars and self.world.users[0] == self.name:
                 _load_tracker(scalars[RNG], engine.engine_config.seed, self._process.step)
 
@@ -119,6 +119,7 @@ class MegatronUnit:
         self._optimizer_groups = optimizer_groups or known
         world = engine_worlds.world_of(engine)
         world.users.append(name)
+        world.in_force = True
         layout = elsewhere
         if layout is None:
             with process.worlds.using(world):
@@ -190,6 +191,7 @@ class MegatronUnit:
         ours, theirs = self._current.engine, built.engine
         ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
         self._freed = None  # with the layout that goes
+        built.world.in_force = True
         previous, process = self._current, self._process
         self._current = BuiltMegatron(self.name, ours, built.layout, built.world, process)
         return BuiltMegatron(self.name, theirs, previous.layout, previous.world, process)
@@ -270,7 +272,7 @@ def _tracker_states() -> dict[str, str]:
 
 @contextmanager
 def _tracker_preserved() -> Iterator[None]:
-    """Restore the generators of a world in use afterwards: building an engine seeds them."""
+    """Restore a world's generators afterwards: building an engine seeds them."""
     states = get_cuda_rng_tracker().get_states()
     try:
         yield

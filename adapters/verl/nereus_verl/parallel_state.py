@@ -49,6 +49,7 @@ class World:
         groups: its process groups.
         users: the units whose engines work in it, as built. What of it belongs to one unit (the
             tensor-parallel generators) belongs to the first.
+        in_force: whether units train in it.
     """
 
     def __init__(self, tp: int, pp: int, state: Globals) -> None:
@@ -57,15 +58,17 @@ class World:
         self.ranks = dist.group.WORLD
         self.groups = GroupSet()
         self.users: list[str] = []
+        self.in_force = False
         self._state = state
 
 
 class Worlds:
     """The worlds of a process. One instance a process, made before Megatron is initialised.
 
-    Engines of equal layouts share a world. While there is one only, it stays loaded, as in a
-    process without this. Where there are several, none is loaded outside `using`, so that whatever
-    asks Megatron for its groups there fails, instead of being told those of another engine.
+    Engines that are built together in equal layouts share a world. While there is one only, it
+    stays loaded, as in a process without this. Where there are several, none is loaded outside
+    `using`, so that whatever asks Megatron for its groups there fails, instead of being told those
+    of another engine.
     """
 
     def __init__(self) -> None:
@@ -83,10 +86,16 @@ class Worlds:
         return self._inside
 
     def find(self, tp: int, pp: int) -> World:
-        """The world of these sizes over the ranks of torch's default group; where there is none, a
-        new one: empty, as after importing Megatron."""
+        """The world to build an engine of these sizes in, over the ranks of torch's default group:
+        that of the engines it is built together with, or a new one: empty, as after importing
+        Megatron.
+
+        Never one in force: a rank that fails to build would leave its peers waiting in groups that
+        others train with.
+        """
         for world in self._worlds:
-            if (world.tp, world.pp) == (tp, pp) and world.ranks is dist.group.WORLD:
+            same = (world.tp, world.pp) == (tp, pp) and world.ranks is dist.group.WORLD
+            if same and not world.in_force:
                 return world
         world = World(tp, pp, self._empty())
         self._worlds.append(world)
