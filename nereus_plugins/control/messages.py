@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.spec.layout import MOST_RANKS
+
 PROTOCOL = 1
 ENDPOINT_FILE = "control.json"
 MOST_BYTES = 1 << 18  # of one request or reply
-MOST_RANKS = 1 << 17
 MOST_DEPTH = 8
 MOST_TEXT = 200
 

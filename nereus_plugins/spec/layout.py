@@ -37,6 +37,7 @@ _SIZES = {
     "experts": "experts",
     "expert_ffn": "expert width",
 }
+MOST_RANKS = 1 << 17  # of one layout; more is a mistake, and would cost memory to look at
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
@@ -104,6 +105,10 @@ class Layout(Record):
         require(
             self.vpp == 1 or self.pp > 1,
             f"vpp={self.vpp} interleaves the chunks of pipeline stages: it needs pp > 1",
+        )
+        require(
+            self.world_size <= MOST_RANKS,
+            f"a layout has at most {MOST_RANKS} ranks (tp*pp*dp*cp*ulysses): lower one of them",
         )
         stage_ranks = self.tp * self.cp * self.dp
         require(

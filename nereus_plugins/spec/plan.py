@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from .layout import Layout
+from .layout import MOST_RANKS, Layout
 from .record import (
     FrozenMap,
     Record,
@@ -104,11 +104,14 @@ def parse_devices(text: str, where: str) -> tuple[int, ...]:
     """Device indices from "0-3,8" as (0, 1, 2, 3, 8)."""
     devices: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None:
-            raise SpecError(f"{where}: devices must be a list or a text like '0-3,8', got {text!r}")
-        first = int(match[1])
-        devices.extend(range(first, int(match[2] or first) + 1))
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not first <= last < first + MOST_RANKS:
+            raise SpecError(
+                f"{where}: devices must be a list or a text like '0-3,8', of at most {MOST_RANKS}, "
+                f"got {text[:60]!r}"
+            )
+        devices.extend(range(first, last + 1))
     return tuple(devices)
 
 

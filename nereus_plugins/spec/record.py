@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import enum
 import json
+import math
 import re
 import types
 import typing
@@ -103,6 +104,14 @@ def require_bool(owner: str, name: str, value: object) -> None:
         raise SpecError(f"{owner}.{name} must be true or false, got {value!r}")
 
 
+def as_float(value: Any) -> float:
+    """`value`, a number, as a float; infinite where it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def require_number(
     owner: str,
     name: str,
@@ -124,7 +133,7 @@ def require_number(
     ]
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if ok:
-        number = float(typing.cast(float, value))
+        number = as_float(value)
         ok = (
             number == number
             and abs(number) != float("inf")
@@ -190,7 +199,7 @@ class Record:
     def from_json(cls: type[R], text: str) -> R:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{cls.__name__}: not valid JSON: {error}") from None
         return cls.from_dict(data)
 
@@ -203,10 +212,15 @@ class Record:
 
     @classmethod
     def load(cls: type[R], path: str | Path) -> R:
-        """Read a .yaml, .yml or .json file."""
+        """Read a .yaml, .yml or .json file. Raises: SpecError naming the file; OSError."""
         path = Path(path)
-        text = path.read_text(encoding="utf-8")
-        return cls.from_json(text) if path.suffix == ".json" else cls.from_yaml(text)
+        try:
+            text = path.read_text(encoding="utf-8")
+            return cls.from_json(text) if path.suffix == ".json" else cls.from_yaml(text)
+        except UnicodeDecodeError as error:
+            raise SpecError(f"{path}: not text: {error}") from None
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -216,6 +230,9 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (list, dict, set)):
+                line = key_node.start_mark.line + 1
+                raise SpecError(f"line {line}: a key must be a text or a number, got {key!r}")
             if key in seen:
                 raise SpecError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
             seen.add(key)
@@ -228,7 +245,8 @@ def load_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        # The last three: of a value that is not of its kind (a date, a number too long), of depth.
         raise SpecError(f"{where}: not valid YAML: {error}") from None
 
 
@@ -247,10 +265,10 @@ def _number(key: str, value: Any, where: str) -> Any:
         if match is None or (unit and not is_bytes):
             raise ValueError
         number = float(match[1]) * (_UNITS[unit] if unit else 1)
-    except (ValueError, KeyError):
+        return int(number) if key.endswith("_bytes") else number
+    except (ValueError, KeyError, OverflowError):
         example = " or a size such as 80GiB" if is_bytes else ""
         raise SpecError(f"{where}.{key}: expected a number{example}, got {value!r}") from None
-    return int(number) if key.endswith("_bytes") else number
 
 
 def _encode(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Reading and writing: strict, round, and natural for a person."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_sizes_and_exponents_as_people_write_them() -> None:
         (Layout, "[1]", "expected a mapping"),
         (Layout, "{tp: 2, tp: 4}", "key 'tp' is given twice"),
         (Layout, "{tp: [", "not valid YAML"),
+        (Layout, "{? [1, 2] : 3}", "line 1: a key must be a text or a number"),
+        (Layout, "{tp: 2020-99-99}", "not valid YAML: month must be"),
+        (Layout, "{tp: !!int x}", "not valid YAML: invalid literal"),
+        (Layout, "{tp: " + "9" * 5000 + "}", "not valid YAML: Exceeds the limit"),
+        (Layout, "[" * 3000, "not valid YAML"),
+        (Layout, "{tp: 1000000, dp: 1000000}", "a layout has at most 131072 ranks"),
         (Layout, "{tp: '2'}", r"Layout\.tp must be an integer"),
         (GlobalPlan, "{name: a}", "required key 'assignments' is missing"),
         (GlobalPlan, "{assignments: {actor: {tp: 2}}}", "unknown key 'actor'; did you mean"),
@@ -147,6 +154,12 @@ def test_sizes_and_exponents_as_people_write_them() -> None:
         ),
         (GlobalPlan, "{assignments: {}}", "at least one model-stage"),
         (GPUSpec, "{name: g, memory_bytes: 80GiX}", "expected a number or a size such as 80GiB"),
+        (GPUSpec, "{name: g, memory_bytes: '1e999'}", "memory_bytes: expected a number or a size"),
+        (
+            Knobs,
+            "{rollout_memory_fraction: " + "9" * 400 + "}",
+            "rollout_memory_fraction must be a",
+        ),
         (WorkloadSpec, "{prompts_per_step: 4}", "required key 'prompt_tokens' is missing"),
         (LengthDistribution, "{kind: fixed}", "'fixed' needs tokens"),
         (LengthDistribution, "{kind: fixed, tokens: 3, sigma: 1}", "takes no sigma"),
@@ -167,9 +180,19 @@ def test_errors_name_the_place_and_the_remedy(kind: type[Record], text: str, mes
         kind.from_yaml(text)
 
 
-def test_json_errors() -> None:
+@pytest.mark.parametrize("text", ["{", '{"tp": ' + "9" * 5000 + "}", "[" * 200_000])
+def test_json_errors(text: str) -> None:
     with pytest.raises(SpecError, match="not valid JSON"):
-        Layout.from_json("{")
+        Layout.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[1]"])
+def test_errors_name_the_file(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=f"^{re.escape(str(path))}: "):
+        Layout.load(path)
 
 
 def test_assignment_needs_a_device_for_each_rank() -> None:

@@ -109,7 +109,20 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
         ({"schedule": {1: {"leave": [0, 0]}}}, ".schedule.1.leave must list ranks"),
         ({"schedule": {1: {"leave": 0}}}, ".schedule.1.leave must list ranks"),
         ({"schedule": {1: {"rnks": 2}}}, ".schedule.1: unknown key 'rnks'; did you mean 'ranks'"),
-        ({"schedule": {1: {"actor": {"ranks": 2}}}}, ".schedule.1.actor: unknown key 'ranks'"),
+        ({"schedule": {1: {"actor": {"ranks": 2}}}}, ".1.actor: ranks is of the whole job"),
+        ({"schedule": {1: {"ref": {"rollout": {"tp": 2}}}}}, ".1.ref: rollout is of the whole job"),
+        ({"schedule": {1: {"ranks": 10**12, "tp": 3}}}, ".schedule.1.ranks must be at most 131072"),
+        ({"schedule": {"9" * 5000: {"tp": 2}}}, "a step is a whole number from 1"),
+        ({"timeout_s": 10**400}, ".timeout_s must be a number above 0"),
+        ({"memory_budget_gib": 10**400}, ".memory_budget_gib must be a number above 0"),
+        (
+            {"schedule": {1: {"assignments": {"actor-train": {"dp": 2}}, "leave": [0]}}},
+            ".schedule.1: leave cannot stand beside assignments",
+        ),
+        (
+            {"schedule": {1: {"assignments": {"actor-train": {"dp": 10**11}}}}},
+            ".schedule.1.assignments.actor-train.layout: a layout has at most 131072 ranks",
+        ),
         ({"memory_budget_gib": -1.0}, ".memory_budget_gib must be a number above 0"),
         ({"run_dir": ""}, ".run_dir must be a directory or null"),
         ({"schedule": [3]}, ".schedule must map steps to plans"),
@@ -204,6 +217,24 @@ def test_units_left_out_follow_to_other_ranks_by_dp() -> None:
 def test_a_global_plan_gives_each_unit_its_layout() -> None:
     plan = {"assignments": {"actor-train": {"tp": 2, "dp": 2}, "actor-generate": {"dp": 4}}}
     assert layouts_of(plan, "megatron") == {"actor": Layout(tp=2, dp=2)}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (
+            {"reward-score": {"dp": 4}},
+            r"reward-score has no unit .* leave it out \(.* actor, critic",
+        ),
+        ({"actor-train": {"layout": {"dp": 4}, "devices": "4-7"}}, "devices cannot be chosen"),
+        ({"actor-train": {"layout": {"dp": 4}, "devices": "3-0"}}, "devices must be a list or a"),
+        ({"actor-train": {"layout": {"dp": 4}, "devices": "0-99999999999"}}, "devices must be a "),
+        ({"actor-train": {"layout": {"dp": 4}, "devices": "9" * 5000}}, "devices must be a list"),
+    ],
+)
+def test_global_plans_that_cannot_be(assignments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=f"^here.*{message}"):
+        layouts_of({"assignments": assignments})
 
 
 def test_stages_of_one_unit_must_agree() -> None:
@@ -459,6 +490,21 @@ def test_the_model_must_divide() -> None:
 def test_fields_of_the_other_engine_are_refused() -> None:
     with pytest.raises(SpecError, match="tp cannot change from 1 to 2; with fsdp2"):
         check(job(), FSDP, actor=Layout(tp=2, dp=2, sharding="fsdp"))
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero3"])
+def test_fsdp2_is_not_asked_for_other_shardings(sharding: str) -> None:
+    with pytest.raises(SpecError, match=r"^plan\.actor: .* set sharding to fsdp, or to hsdp with"):
+        check(job(), FSDP, actor=Layout(dp=4, sharding=sharding))
+
+
+def test_a_plan_may_name_the_unit_that_cannot_change_as_it_is() -> None:
+    """As a global plan does: on accelerators FSDP2's reference stays."""
+    config = put(job(), "trainer.device", "cuda")
+    hsdp = Layout(dp=4, sharding="hsdp", shard_size=2)
+    check(config, FSDP, actor=hsdp, ref=FSDP)
+    with pytest.raises(SpecError, match=r"^plan\.ref: this unit cannot change\. verl keeps"):
+        check(config, FSDP, ref=hsdp)
 
 
 def test_megatron_units_change_one_by_one() -> None:

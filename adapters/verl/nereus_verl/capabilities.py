@@ -26,6 +26,9 @@ FIELDS = {
 }
 
 
+FSDP2_SHARDINGS = ("fsdp", "hsdp")
+
+
 class Refused(RuntimeError):
     """The job uses something that does not survive a transition. The message lists all of it."""
 
@@ -447,12 +450,19 @@ def check_targets(
     for name, target in targets.items():
         here = f"{where}.{name}"
         if name not in units:
+            if target == current[name]:
+                continue
             raise SpecError(f"{here}: this unit cannot change. {_REF_OFFLOAD}")
         unit = units[name]
         try:
             target.check(models[name], world)
         except SpecError as error:
             raise SpecError(f"{here}: {error}") from None
+        if unit.strategy == "fsdp2" and target.sharding not in FSDP2_SHARDINGS:
+            raise SpecError(
+                f"{here}: sharding={target.sharding} is not FSDP2's; set sharding to fsdp, or to "
+                "hsdp with shard_size"
+            )
         changed = _changed(current[name], target)
         if name != "ref" and "dp" in changed and select(config, f"{unit.section}.shuffle"):
             raise SpecError(f"{here}: {_SHUFFLE}")

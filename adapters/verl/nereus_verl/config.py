@@ -27,8 +27,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nereus_plugins.spec import FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
+from nereus_plugins.spec import Assignment, FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
+from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
+    as_float,
     divisors_text,
     require,
     require_bool,
@@ -121,7 +123,7 @@ class NereusConfig(Record):
         values = dict(data)
         for name in ("timeout_s", "claim_timeout_s", "background_share"):
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
-                values[name] = float(values[name])
+                values[name] = as_float(values[name])
         if values.get("schedule") is None:
             values.pop("schedule", None)
         return cls(**values)
@@ -134,7 +136,7 @@ def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
     )
     out: dict[int, Mapping[str, Any]] = {}
     for key, plan in schedule.items():
-        step = int(key) if isinstance(key, str) and key.isdecimal() else key
+        step = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
         require(
             isinstance(step, int) and not isinstance(step, bool) and step >= 1,
             f"nereus.schedule: a step is a whole number from 1, got {key!r}",
@@ -152,11 +154,18 @@ def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
 def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """One plan as it is written in the schedule. Raises: SpecError naming the setting."""
     if "assignments" in plan:
+        for key in BESIDE:
+            require(
+                key not in plan,
+                f"{where}: {key} cannot stand beside assignments, which say it all (the rollout is "
+                f"actor-generate's); leave {key} out, or write units instead of assignments",
+            )
         GlobalPlan.from_dict(plan, where=where)
         return plan
     whole, plan = plan, {key: value for key, value in plan.items() if key not in BESIDE}
     if RANKS in whole:
         require_int(where, RANKS, whole[RANKS])
+        require(whole[RANKS] <= MOST_RANKS, f"{where}.{RANKS} must be at most {MOST_RANKS}")
     _check_leave(whole.get(LEAVE, ()), f"{where}.{LEAVE}")
     if ROLLOUT in whole:
         _check_rollout(whole[ROLLOUT], f"{where}.{ROLLOUT}")
@@ -194,6 +203,10 @@ def _check_leave(ranks: Any, where: str) -> None:
 
 def _check_fields(layout: Mapping[str, Any], valid: Sequence[str], where: str) -> None:
     for key in layout:
+        require(
+            key not in BESIDE or key in valid,
+            f"{where}: {key} is of the whole job; write it beside the units, not inside one",
+        )
         if key not in valid:
             raise unknown_key(key, valid, where)
 
@@ -284,7 +297,7 @@ def plan_layouts(
     Raises: SpecError naming the setting.
     """
     if "assignments" in plan:
-        return global_plan_layouts(GlobalPlan.from_dict(plan, where=where), units, where)
+        return global_plan_layouts(GlobalPlan.from_dict(plan, where=where), current, where)
     fixed = RANKS in plan
     ranks = int(plan.get(RANKS, next(iter(current.values())).world_size))
     plan = {
@@ -297,15 +310,15 @@ def plan_layouts(
     out: dict[str, Layout] = {}
     for unit, fields in plan.items():
         require(
-            unit in units,
-            f"{where}.{unit}: this job has no {unit}; its units are {', '.join(units)}",
+            unit in current,
+            f"{where}.{unit}: this job has no {unit}; its units are {', '.join(current)}",
         )
         out[unit] = resolve_layout(
             fields,
             backend=backend,
             world_size=ranks,
             fixed=fixed,
-            defaults=units[unit],
+            defaults=units.get(unit, EngineDefaults()),
             where=f"{where}.{unit}",
         )
     return out
@@ -333,6 +346,15 @@ def _but_for_dp(layout: Layout, ranks: int) -> dict[str, Any]:
     return fields
 
 
+def check_devices(assignment: Assignment, where: str) -> None:
+    """Raises: SpecError for devices that a unit of verl's colocated workers cannot be put on."""
+    require(
+        assignment.devices == tuple(range(assignment.layout.world_size)),
+        f"{where}: devices cannot be chosen: every unit works on all of the job's ranks, in their "
+        "order; leave devices out",
+    )
+
+
 def global_plan_layouts(
     plan: GlobalPlan, units: Mapping[str, Any], where: str
 ) -> dict[str, Layout]:
@@ -347,7 +369,12 @@ def global_plan_layouts(
         if stage.value == "actor-generate":
             continue
         unit = stage.model
-        require(unit in units, f"{where}: {stage} has no unit in this job")
+        require(
+            unit in units,
+            f"{where}: {stage} has no unit in this job; leave it out (the units: "
+            f"{', '.join(units)})",
+        )
+        check_devices(assignment, f"{where}: {stage}")
         require(
             out.setdefault(unit, assignment.layout) == assignment.layout,
             f"{where}: the stages of {unit} share one set of weights, so {stage} must have the "

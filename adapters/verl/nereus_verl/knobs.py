@@ -361,19 +361,25 @@ def global_plan_knobs(
     for stage, assignment in plan.assignments.items():
         here = f"{where}: {stage}"
         knobs, unit = assignment.knobs, stage.model
-        if stage is ModelStage.ACTOR_GENERATE:
-            now = Knobs()  # its memory fraction: `rollout.global_plan_rollout`
-        else:
-            require(unit in units, f"{here} has no unit in this job")
+        now = Knobs()
+        if stage is not ModelStage.ACTOR_GENERATE:
+            # Of that one its memory fraction: `rollout.global_plan_rollout`.
+            require(
+                unit in units,
+                f"{here} has no unit in this job; leave it out (the units: {', '.join(units)})",
+            )
             now = Knobs(**fixed_knobs(config, units[unit]))
         changing = (*SIZES, *SWITCHES) if stage in _USES else (ROLLOUT_KNOB,)
         for name in KNOB_FIELDS:
             value = getattr(knobs, name)
             if name in changing or value == getattr(usual, name):
                 continue
+            fixed = name == "offload_activations" and stage in _USES
             require(
                 value == getattr(now, name),
-                f"{here}: {name} is {getattr(now, name)} and cannot become {value}. {FIXED}",
+                f"{here}: {name} is {getattr(now, name)} and cannot become {value}. {FIXED}"
+                if fixed
+                else f"{here}: {name} is no knob of this stage; leave it out",
             )
         if stage not in _USES or knobs == usual:
             continue

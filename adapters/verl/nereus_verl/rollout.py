@@ -18,7 +18,7 @@ from typing import Any
 from nereus_plugins.job import Refusal
 from nereus_plugins.spec import GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.spec.record import divisors_text, require, require_int, require_number
-from nereus_verl.config import ROLLOUT
+from nereus_verl.config import ROLLOUT, check_devices
 from nereus_verl.jobconfig import select
 from nereus_verl.rollout_backends import BACKENDS, backend_of
 
@@ -123,7 +123,8 @@ def plan_rollout(
         others = int(asked["replicas"]) * current.dp * current.pp
         require(
             world % others == 0,
-            f"{here}: {asked['replicas']} replicas do not divide the job's {world} ranks",
+            f"{here}: {asked['replicas']} replicas do not divide the job's {world} ranks; they may "
+            f"be {divisors_text(world // (current.dp * current.pp))}",
         )
         tp = int(asked.get("tp", world // others))
         require(
@@ -157,6 +158,7 @@ def global_plan_rollout(
             layout.world_size == world,
             f"{here}: {layout} takes {layout.world_size} ranks; all of the job's {world} generate",
         )
+        check_devices(assignment, here)
         target = dataclasses.replace(current, tp=layout.tp)
         memory = assignment.knobs.rollout_memory_fraction
         if memory is not None:
