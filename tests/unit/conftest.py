@@ -9,6 +9,7 @@ NEEDS = {
     "test_checksum.py": "torch",
     "test_cpu_generate.py": "torch",
     "test_cpu_platform.py": "torch",
+    "test_cpu_vllm.py": "torch",
     "test_demo.py": "verl",
     "test_described.py": "torch",
     "test_device_wait.py": "torch",
@@ -21,7 +22,9 @@ NEEDS = {
     "test_verl_memory.py": "verl",
     "test_verl_plugin.py": "verl",
     "test_verl_preflight.py": "verl",
+    "test_verl_profiler.py": "verl",
     "test_verl_recipes.py": "verl",
+    "test_verl_rollout.py": "verl",
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)

@@ -7,11 +7,9 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from types import ModuleType, SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from nereus_cpu import vllm  # noqa: E402
-from nereus_cpu.checks import CpuPlatformError  # noqa: E402
+import torch
+from nereus_cpu import vllm
+from nereus_cpu.checks import CpuPlatformError
 
 
 def test_nothing_is_arranged_where_the_cpu_build_is_not_installed(

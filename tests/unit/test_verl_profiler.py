@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl")
-
 from nereus_verl import verl_private
 from verl.utils.profiler import DistProfiler, ProfilerConfig
 

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl")
-
 import torch
 from nereus_verl import capabilities, preflight
 from nereus_verl.config import check_plan, plan_layouts

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nereus_verl.jobconfig import select
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RolloutBackend(Protocol):
