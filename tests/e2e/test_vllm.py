@@ -16,7 +16,7 @@ from nereus_verl.demo import launch
 
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
 from tests.e2e import vllm_faults
-from tests.e2e.jobs import TIMEOUT_S, small_job
+from tests.e2e.jobs import small_job
 
 pytestmark = [
     pytest.mark.full,
@@ -25,6 +25,8 @@ pytestmark = [
         reason="vLLM's CPU build is not installed here; ./dev vllm runs this where it is",
     ),
 ]
+
+TIMEOUT_S = 1200.0  # each launch of a vLLM server is many imports
 
 # Mean difference of a sequence's log-probability a token between vLLM, which computes in fp32, and
 # the actor, whose logits of up to 10 are bf16, of 8 bits of mantissa.
