@@ -274,6 +274,8 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     assert run.unit_knobs("actor").recompute == "full"
     assert run.unit_knobs("actor").batching.train == 512
     assert run.rollout() == generate
+    (commit,) = Journal(tmp_path / "run" / "journal.jsonl").read()
+    assert "rollout" not in commit.plan, "it may still fall back"
     assert run._scheduled(3)[-1].tp == 1
 
 

@@ -715,15 +715,17 @@ class VerlJob:
     def _committed_in_journal(
         self, run: _Run, changes: Mapping[str, Layout], names: Sequence[str]
     ) -> bool:
-        """Write the commit; where it cannot be written, `run` is aborted."""
+        """Write the commit; where it cannot be written, `run` is aborted.
+
+        The rollout is not in it: derived state, which follows later and may fall back. Records and
+        checkpoints say what is in force.
+        """
         after: dict[str, Any] = {
             name: layout.to_dict() for name, layout in {**self._layouts, **changes}.items()
         }
         unit_knobs = self._knobs | run.new_knobs()
         if unit_knobs != self.checked.knobs:
             after["knobs"] = {name: one.to_dict() for name, one in unit_knobs.items()}
-        if run.rollout[1] != self.checked.rollout:
-            after["rollout"] = run.rollout[1].to_dict()
         try:
             with run.timed("journal"):
                 self._journal.commit(
