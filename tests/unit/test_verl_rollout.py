@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from nereus_verl import capabilities, preflight
+from nereus_verl import capabilities, preflight, rollout_worker, verl_private
 from nereus_verl.config import check_plan, plan_layouts
 from nereus_verl.driver import brief
 from nereus_verl.reconcile import kept
 from nereus_verl.rollout import RolloutPlan, global_plan_rollout, plan_rollout, start_rollout
+from nereus_verl.rollout_backends import HFBackend
 
 from nereus_plugins.cli import main
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
@@ -238,7 +242,7 @@ def test_differences_name_tensors() -> None:
     assert fingerprint.of_all(a) != fingerprint.of_all(found)
 
 
-# -- what is said of a failure -------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------
 
 
 def test_an_error_of_another_process_is_said_in_one_line() -> None:
@@ -247,3 +251,63 @@ def test_an_error_of_another_process_is_said_in_one_line() -> None:
     text = "\x1b[36mray::Server.load()\x1b[39m (pid=7)\n  File x, line 3\nValueError: no weights\n"
     told = "RuntimeError: ray::Server.load() (pid=7) ... ValueError: no weights"
     assert brief(RuntimeError(text)) == told
+
+
+def test_all_weights_are_walked_though_a_fingerprint_fails() -> None:
+    """Producing a weight is collective: peers would wait for a rank that stopped."""
+
+    class Backend(HFBackend):
+        def as_held(self, weight: torch.Tensor) -> torch.Tensor:
+            if weight.numel() == 2:
+                raise RuntimeError("out of memory")
+            return weight
+
+    taken: list[str] = []
+
+    class Rollout:
+        async def resume(self) -> None:
+            return
+
+        async def update_weights(self, weights: Any) -> None:
+            taken.extend(name for name, _ in weights)
+
+    role = SimpleNamespace(rollout=Rollout())
+    watch = rollout_worker._Watch(role, Backend(), timeout_s=10.0)
+    weights = ((name, torch.zeros(size)) for name, size in (("a", 1), ("b", 2), ("c", 3)))
+    asyncio.run(role.rollout.update_weights(weights))
+    watch.end()
+    assert taken == ["a", "b", "c"]
+    assert watch.failed == "no fingerprint of b: RuntimeError: out of memory"
+    assert list(watch.sent) == ["a"]
+
+
+def test_a_launch_that_failed_is_ended_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, Any]] = []
+
+    class Replica:
+        def __init__(self, replica_rank: int, **settings: Any) -> None:
+            self.replica_rank = replica_rank
+            self.servers = [f"server {replica_rank}"]
+
+        async def init_hybrid(self, group: Any) -> None:
+            if self.replica_rank == 1:
+                raise RuntimeError("no room")
+
+        async def sleep(self) -> None:
+            return
+
+    manager = SimpleNamespace(
+        rollout_replica_class=Replica,
+        rollout_config=SimpleNamespace(n_gpus_per_node=2),
+        model_config=None,
+    )
+    trainer = SimpleNamespace(llm_server_manager=manager, actor_rollout_wg=None)
+    monkeypatch.setattr("ray.util.list_named_actors", list)
+    monkeypatch.setattr(verl_private, "end_actor", lambda server: done.append(("kill", server)))
+
+    def end(replicas: Sequence[Any]) -> None:
+        done.append(("end", [one.replica_rank for one in replicas]))
+
+    with pytest.raises(RuntimeError, match="no room"):
+        verl_private.launch_replicas(trainer, [0, 1], 10.0, end)
+    assert done == [("end", [0, 1]), ("kill", "server 0"), ("kill", "server 1")]

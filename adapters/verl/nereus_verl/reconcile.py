@@ -171,7 +171,7 @@ class Rollout:
             failed = self._call("rebuild_rollout", rollout_worker.rebuild, target.settings())
             _require_none(failed)
         with Timed(seconds, "launch"):
-            launched = verl_private.launch_replicas(trainer, new, SETUP_TIMEOUT_S)
+            launched = verl_private.launch_replicas(trainer, new, SETUP_TIMEOUT_S, self._end)
         report.launched = [*report.launched, *new]
         verl_private.route_to(trainer, launched)
         return dict(zip(new, launched, strict=True))

@@ -98,15 +98,21 @@ class _Watch:
         try:
             await asyncio.wait_for(call(), self._timeout_s)
         except asyncio.TimeoutError:
-            self.failed = f"no answer of a server within {self._timeout_s:g} s (nereus.timeout_s)"
+            self._fail(f"no answer of a server within {self._timeout_s:g} s (nereus.timeout_s)")
         except Exception as error:
-            self.failed = brief(error)
+            self._fail(brief(error))
+
+    def _fail(self, why: str) -> None:
+        self.failed = self.failed or why
 
     def _streamed(self, weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
             full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            if self._backend is not None:
-                self.sent[name] = fingerprint.of_tensor(self._backend.as_held(full))
+            if self._backend is not None and not self.failed:
+                try:
+                    self.sent[name] = fingerprint.of_tensor(self._backend.as_held(full))
+                except Exception as error:
+                    self._fail(f"no fingerprint of {name}: {brief(error)}")
             yield name, full
 
 

@@ -716,9 +716,13 @@ def set_rollout_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
     manager.rollout_config = trainer.config.actor_rollout_ref.rollout
 
 
-def launch_replicas(trainer: Any, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+def launch_replicas(
+    trainer: Any, ranks: Sequence[int], timeout_s: float, end: Callable[[Sequence[Any]], None]
+) -> list[Any]:
     """Launch the replicas of these numbers for the worker processes as they are, asleep; requests
     are not routed to them yet. What was launched when one of them fails is ended.
+
+    Args: end: called with replicas before their servers are killed.
 
     Raises: what the rollout raises; TimeoutError.
     """
@@ -746,6 +750,7 @@ def launch_replicas(trainer: Any, ranks: Sequence[int], timeout_s: float) -> lis
     before = set(ray.util.list_named_actors())
     failed = [error for error in asyncio.run(launch_all()) if error is not None]
     if failed:
+        end(new)
         # A server that failed as it was made still has its name, until it is killed too.
         for replica in new:
             for server in replica.servers:

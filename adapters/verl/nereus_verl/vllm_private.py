@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class VLLMServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.nereus_began = time.perf_counter()
+        self.nereus_shared_memory: list[Path] = []
         super().__init__(*args, **kwargs)
 
     def _get_worker_extension_cls(self) -> str:
@@ -50,17 +52,24 @@ class VLLMServer(vLLMHttpServer):
         return {"start": self.nereus_launched_s - known, **found}
 
     async def nereus_end(self) -> None:
-        """End the engine's processes, and remove the shared memory that they leave behind."""
-        await asyncio.to_thread(self.engine.shutdown)
-        for file in self.nereus_shared_memory:
-            file.unlink(missing_ok=True)
+        """End the engine's processes, and remove the shared memory that they leave behind; also
+        after a launch that failed half-way."""
+        files = {*self.nereus_shared_memory, *_shared_memory()}
+        try:
+            await asyncio.to_thread(self.engine.shutdown)
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
 
 
 def _shared_memory() -> list[Path]:
     """vLLM's files in shared memory that this process and those below it have mapped."""
     this = psutil.Process()
-    maps = [Path(f"/proc/{one.pid}/maps") for one in (this, *this.children(recursive=True))]
-    files = {line.split(maxsplit=5)[-1] for one in maps for line in one.read_text().splitlines()}
+    lines: list[str] = []
+    for one in (this, *this.children(recursive=True)):
+        with suppress(OSError):  # it has ended
+            lines += Path(f"/proc/{one.pid}/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[-1] for line in lines}
     return [Path(file) for file in files if file.startswith(_VLLM_FILES)]
 
 
