@@ -10,7 +10,7 @@ the trainer's driver does with rollout. Memory decides where parking comes in (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,9 +86,14 @@ class PlannedUnit:
 
 
 def changes_between(
-    old: GlobalPlan, new: GlobalPlan, units: Sequence[PlannedUnit]
+    old: GlobalPlan,
+    new: GlobalPlan,
+    units: Sequence[PlannedUnit],
+    table: Callable[[PlannedUnit, Assignment], ShardTable] = PlannedUnit.table,
 ) -> list[UnitChange]:
     """The units that move from one plan to the other, predicted from the spec on both sides.
+
+    Args: table: predicts a unit's shards; who asks often may keep them.
 
     Raises: KeyError: a plan does not assign a unit's stage. SpecError: a layout that its model does
     not fit.
@@ -102,8 +107,8 @@ def changes_between(
                     name=unit.name,
                     source_layout=source.layout,
                     target_layout=target.layout,
-                    source=unit.table(source),
-                    target=unit.table(target),
+                    source=table(unit, source),
+                    target=table(unit, target),
                 )
             )
     return changes

@@ -18,7 +18,7 @@ from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.emu.table import ShardTable
-from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph
+from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph, changes_between
 from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
 from nereus_plugins.gtg.estimate import byte_bound_s, estimate, link_loads
 from nereus_plugins.gtg.graph import Graph, Step
@@ -100,19 +100,7 @@ class Transitions:
         return self._tables[key]
 
     def _compiled(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
-        changes = []
-        for unit in self.units:
-            source, target = old.assignments[unit.stage], new.assignments[unit.stage]
-            if (source.layout, source.devices) != (target.layout, target.devices):
-                changes.append(
-                    UnitChange(
-                        name=unit.name,
-                        source_layout=source.layout,
-                        target_layout=target.layout,
-                        source=self._table(unit, source),
-                        target=self._table(unit, target),
-                    )
-                )
+        changes = changes_between(old, new, self.units, self._table)
         seconds = {"rollout": self._rollout_s(old, new)}
         if not changes:
             mode = "unchanged"
