@@ -1,5 +1,6 @@
 """The core's tests run everywhere; those of what needs a framework, in its environment."""
 
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -28,6 +29,11 @@ NEEDS = {
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)
+
+
+def pytest_configure() -> None:
+    # A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
