@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -27,13 +28,17 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def clear_sharding_cache() -> None:
-    """Forget cached sharding results, which belong to the layout they were computed in.
+    """Forget what is cached by mesh, which belongs to the layout that it was computed in.
 
     Equality of meshes ignores the process's own rank: a process whose rank changed on an equal
-    mesh would be given the shapes of its old rank. The cache is per thread, so call this in the
-    thread that runs the model.
+    mesh would be given the shapes of its old rank. And who is asked for by an equal mesh keeps the
+    first one, with its process groups, their threads and their connections. One of the caches is
+    per thread, so call this in the thread that runs the model.
     """
     dtensor_debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
