@@ -38,6 +38,8 @@ from nereus_plugins.trace.record import RecordError
 
 DONE, NOT_COMMITTED, USAGE, NOT_TAKEN, NO_JOB = range(5)
 WAIT_S = 20  # of one request; then it is asked again
+MOST_STEPS = 1000  # that are shown
+MOST_EVERY_S = 86400
 
 _EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all four", "")
 _JOB = (
@@ -77,8 +79,14 @@ def transition(argv: Sequence[str]) -> int:
 def _transition(args: argparse.Namespace) -> int:
     try:
         plan = load_yaml(args.plan.read_text(encoding="utf-8"), str(args.plan))
-    except (OSError, UnicodeDecodeError, SpecError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise _Usage(f"{args.plan}: not text: {error}") from None
+    except (OSError, SpecError) as error:
         raise _Usage(str(error)) from None
+    if not isinstance(plan, dict) or not plan:
+        raise _Usage(f"{args.plan}: no plan, which is a mapping like {{tp: 2}}; got {plan!r:.60}")
+    if args.epoch is not None and args.epoch < 0:
+        raise _Usage(f"--epoch must be at least 0, got {args.epoch}")
     client = Client(args.run_dir)
     epoch = client.endpoint.epoch if args.epoch is None else args.epoch
     reply = client.call("submit", epoch=epoch, plan=plan)
@@ -137,8 +145,10 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    if args.steps < 1 or args.every <= 0:
-        raise _Usage("--steps and --every must be above 0")
+    if not 1 <= args.steps <= MOST_STEPS:
+        raise _Usage(f"--steps must be 1 to {MOST_STEPS}, got {args.steps}")
+    if not 0 < args.every <= MOST_EVERY_S:
+        raise _Usage(f"--every must be above 0 and at most {MOST_EVERY_S} seconds")
     job = View(args.run_dir, args.steps)
     clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
     try:
@@ -229,7 +239,7 @@ def _guarded(
         if not args.run_dir.is_dir():
             raise _Usage(f"{args.run_dir} is no directory")
         return run(args)
-    except (_Usage, MessageError) as error:
+    except (_Usage, MessageError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return USAGE
     except NoLiveJob as error:

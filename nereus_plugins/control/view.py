@@ -86,9 +86,10 @@ class View:
             self._steps.append(record)
             self._epoch = record.epoch
         if isinstance(record, TransitionRecord):
+            transition_lines(record)  # says where it cannot be shown
             self._transitions.append(record)
             if record.outcome == "committed" and record.units:
-                self._plan |= {unit: str(moved["to"]) for unit, moved in record.units.items()}
+                self._plan |= {unit: str(moved.get("to")) for unit, moved in record.units.items()}
                 self._epoch = record.epoch
                 self._ranks = record.ranks.get("to", self._ranks)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.conditions import find
+from nereus_plugins.trace.record import RECORDS_FILE
 
 from . import run
 from .constants import BASIS, Constants
@@ -55,6 +57,15 @@ def constants_text(constants: Constants) -> str:
     return "\n".join(lines)
 
 
+def _check_records(folder: Path) -> None:
+    """Raises: SpecError where a run's records cannot be, said before it is simulated."""
+    there = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise SpecError(f"--records: {there} is no directory that can be written to: give another")
+    if (folder / RECORDS_FILE).exists():
+        raise SpecError(f"--records: {folder} has records already: remove them, or give another")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a policy did not reach the end, 2 wrong usage or bad input."""
     args = parser().parse_args(arguments)
@@ -66,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
             raise SpecError(f"no policy {wrong!r}: choose from {', '.join(run.POLICIES)}")
         if args.seed is not None and args.seed < 0:
             raise SpecError(f"--seed must be at least 0, got {args.seed}")
+        for name in names if args.records else ():
+            _check_records(args.records / name)
         world = World(
             find(args.trace),
             seed=args.seed,

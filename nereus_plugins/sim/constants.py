@@ -57,9 +57,9 @@ class Constants(Record):
             if field.name == "checkpoint_every_steps":
                 require_int("Constants", field.name, value)
             elif field.name == "storage_node_bytes_per_s":
-                require_number("Constants", field.name, value, above=0)
+                require_number("Constants", field.name, value, minimum=1)
             else:
-                require_number("Constants", field.name, value, minimum=0)
+                require_number("Constants", field.name, value, minimum=0, maximum=1e9)
 
     def step_costs(self, cluster: ClusterSpec, ranks: int) -> StepCosts:
         """The graph's constants for a transition of so many ranks."""

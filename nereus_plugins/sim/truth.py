@@ -22,6 +22,10 @@ from nereus_plugins.spec.record import require_number
 STAGES = tuple(ModelStage)
 
 
+# Probabilities, seconds, steps; a spread or a factor above 10 is no cluster.
+_MOST = {"slow_rank_starts": 1.0, "stall": 1.0, "fixed_s": 1e6, "slow_rank_steps": 1e9}
+
+
 @dataclasses.dataclass(frozen=True)
 class TruthSpec(Record):
     """Spreads of what is hidden and of chance (all assumed; vary them). Zeros make the cost model
@@ -54,7 +58,7 @@ class TruthSpec(Record):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            most = 1.0 if field.name in ("slow_rank_starts", "stall") else None
+            most = _MOST.get(field.name, 10.0)
             least = 1.0 if field.name in ("slow_rank_factor", "slow_rank_steps") else 0.0
             require_number(
                 "TruthSpec", field.name, getattr(self, field.name), minimum=least, maximum=most

@@ -12,9 +12,10 @@ from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import ALGORITHMS, JobSpec
 from nereus_plugins.spec import ClusterSpec, GlobalPlan, LengthDistribution, SpecError
+from nereus_plugins.spec.layout import MOST_RANKS
 
-from . import build, importing, logs, series
-from .conditions import Setting, Trace, find, shipped_folder
+from . import build, files, importing, logs, series
+from .conditions import MOST_STEPS, Setting, Trace, find, shipped_folder
 
 EPILOG = """examples:
   nereus trace import verl train.log -o run/records.jsonl
@@ -123,15 +124,24 @@ def _setting(args: argparse.Namespace, gpus: int) -> Setting:
     )
 
 
+_MOST = {
+    **dict.fromkeys(("gpus", "gpus_max", "gpus_per_node"), MOST_RANKS),
+    "steps": MOST_STEPS,
+}
+
+
 def _positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SpecError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= _MOST.get(name, 10**9):
+            raise SpecError(
+                f"--{name.replace('_', '-')} must be 1 to {_MOST.get(name, 10**9)}, got {value}"
+            )
 
 
 def _import(args: argparse.Namespace) -> None:
     _positive(args, "samples", "gpus")
+    files.check_out(args.out, "--out")
     plan = GlobalPlan.load(args.plan) if args.plan is not None else None
     found = importing.records(
         args.kind, args.file, run=args.run, samples=args.samples, gpus=args.gpus, plan=plan
@@ -153,13 +163,19 @@ def _most_gpus(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> None:
     _positive(args, "gpus_max", "steps", "max_response", "gpus_per_node", "prompts", "samples",
-              "prompt_tokens")  # fmt: skip
+              "prompt_tokens", "mini_batch")  # fmt: skip
+    files.check_out(args.out, "--out")
+    if args.seed < 0:
+        raise SpecError(f"--seed must be at least 0, got {args.seed}")
     if args.gpus_max is None:
         args.gpus_max = _most_gpus(args)
     name, setting = args.name or args.out.stem, _setting(args, args.gpus_max)
     if args.records is not None:
-        if args.lengths or args.availability or args.tail:
-            raise SpecError("--records has its own conditions: leave the series out")
+        own = ("lengths", "run", "availability", "tail", "steps", "max_response")
+        for name in own:
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise SpecError(f"--records has its own conditions: leave {option} out")
         made = build.from_records(name, setting, args.records, args.seed)
     else:
         if args.lengths is None:

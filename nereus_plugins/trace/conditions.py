@@ -30,6 +30,8 @@ from nereus_plugins.spec import (
 )
 from nereus_plugins.spec.record import require, require_choice, require_int, require_number
 
+from . import files
+
 SCHEMA = "nereus.trace/1"
 INDEXED_BY = ("step", "wall_clock")
 NOT_MEASURED_TOGETHER = (
@@ -204,7 +206,8 @@ class Trace(Record):
         return {"schema": SCHEMA, "note": self.note, **super().to_dict()}
 
     def save(self, path: Path) -> None:
-        path.write_text(_pretty(self.to_dict()) + "\n", encoding="utf-8")
+        """The file is there whole or as it was before. Raises: OSError."""
+        files.replace(path, (_pretty(self.to_dict()), "\n"))
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import GlobalPlan, SpecError
 
-from . import logs
+from . import files, logs
 from .record import Record, RunRecord, StepRecord
 
 # A log's own names, by what they say; the first that a step has counts.
@@ -39,6 +38,7 @@ _MEMORY = {
 _SAME_TIMER = {"generation": "gen", "step_total": "step"}
 # Timers that are parts of another one, or no stage of training.
 _NOT_A_STAGE = frozenset({"step", "testing", "save_checkpoint", "generate_sequences", "reshard"})
+_MOST = 1e12  # tokens of a sequence
 _SOURCES = {"verl": "verl", "openrlhf": "openrlhf"}
 
 
@@ -157,14 +157,18 @@ def _step(
 ) -> StepRecord:
     metrics = entry.metrics
     response, prompt = _first(metrics, _RESPONSE), _first(metrics, _PROMPT)
-    if response is None or response < 0:
+    if response is None or not 0 <= response < _MOST:
         raise SpecError(
             f"{entry.where}: step {entry.step} has no mean length of responses: one of "
-            f"{', '.join(_RESPONSE)} is needed"
+            f"{', '.join(_RESPONSE)} is needed, from 0 to {_MOST:g} tokens"
         )
     samples = _samples(entry, given)
     if prompt is None and "total_length" in metrics:
         prompt = max(0.0, metrics["total_length"] - response)
+    if prompt is not None and not 0 <= prompt < _MOST:
+        raise SpecError(
+            f"{entry.where}: step {entry.step} has prompts of {prompt:g} tokens: mend the value"
+        )
     tokens = {"response": round(response * samples)}
     if prompt is not None:
         tokens["prompt"] = round(prompt * samples)
@@ -207,10 +211,7 @@ def _gpus(metrics: Mapping[str, float]) -> int | None:
 
 def write(found: Sequence[Record], path: Path) -> None:
     """The records as JSON lines; the file is there whole or not at all."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("w", encoding="utf-8") as file:
-        file.writelines(_lines(found))
-    os.replace(beside, path)
+    files.replace(path, _lines(found))
 
 
 def _lines(found: Sequence[Record]) -> Iterator[str]:

@@ -80,6 +80,7 @@ def _verl(path: Path, run: str | None) -> Iterator[Entry]:
     if path.suffix == ".csv":
         yield from _csv_rows(path, run)
         return
+    _no_run(path, run)
     for number, line, whole in _lines(path):
         match = _VERL_STEP.search(line)
         if match is None or not whole:
@@ -100,7 +101,13 @@ def _verl(path: Path, run: str | None) -> Iterator[Entry]:
             yield Entry(int(match[1]), metrics, f"{path}:{number}")
 
 
+def _no_run(path: Path, run: str | None) -> None:
+    if run is not None:
+        raise SpecError(f"{path}: a console's log is of one run: leave --run out")
+
+
 def _openrlhf(path: Path, run: str | None) -> Iterator[Entry]:
+    _no_run(path, run)
     for number, line, _ in _lines(path):
         match = _OPENRLHF_STEP.search(line)
         if match is None:

@@ -70,6 +70,17 @@ class Record:
                     f"{self.kind} record: field {f.name!r} must be {want}, "
                     f"got {type(value).__name__}"
                 )
+            inner = want.removesuffix("]").rpartition(", ")[2] if base == "Mapping" else base
+            for one in value.values() if base == "Mapping" else (value,):
+                if inner in ("int", "float") and not _is_number(one):
+                    raise RecordError(
+                        f"{self.kind} record: field {f.name!r} must hold numbers, got {one!r:.40}"
+                    )
+
+
+def _is_number(value: Any) -> bool:
+    """An integer that is too large for a float is none of a record's."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,8 @@ def read_lengths(path: Path, run: str | None) -> Lengths:
         if not row[column]:
             continue
         step = _number(row["step"], where, "step", 0.0)
+        if step != int(step):
+            raise SpecError(f"{where}: step must be a whole number, got {row['step']!r}")
         mean = _number(row[column], where, column, 0.0)
         runs.setdefault(row.get("run", ""), {})[int(step)] = max(1.0, mean)
     if not runs:
@@ -121,7 +123,9 @@ def read_lengths(path: Path, run: str | None) -> Lengths:
         raise SpecError(f"{path}: holds runs {', '.join(names)}: choose one with --run")
     name = names[0] if run is None else run
     if name not in runs:
-        raise SpecError(f"{path}: no run {run!r}; the file holds {', '.join(filter(None, names))}")
+        held = ", ".join(filter(None, names))
+        listed = f"holds {held}" if held else "names none: leave --run out"
+        raise SpecError(f"{path}: no run {run!r}; the file {listed}")
     steps = sorted(runs[name])
     return Lengths(name, tuple(steps), tuple(runs[name][s] for s in steps))
 
@@ -223,9 +227,8 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, s
             names = reader.fieldnames or ()
             for column in columns:
                 if column not in names:
-                    raise SpecError(
-                        f"{path}:1: no column {column!r}; it has {', '.join(map(str, names))}"
-                    )
+                    found = ", ".join(map(repr, names))[:200] or "none: the file is empty"
+                    raise SpecError(f"{path}:1: no column {column!r}; it has {found}")
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():

@@ -57,8 +57,17 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
         yield from transition_lines(transition)
 
 
-def transition_lines(record: TransitionRecord) -> Iterator[str]:
-    """A short block."""
+def transition_lines(record: TransitionRecord) -> list[str]:
+    """A short block. Raises: RecordError where what it shows is not of the schema."""
+    try:
+        return list(_transition_lines(record))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RecordError(
+            f"transition record after step {record.step}: a field is not of its schema: {error!r}"
+        ) from None
+
+
+def _transition_lines(record: TransitionRecord) -> Iterator[str]:
     # A phase's own parts stand beside it as "phase.part".
     total_s = sum(value for name, value in record.seconds.items() if "." not in name)
     yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"

@@ -246,8 +246,10 @@ def test_a_job_that_dies_before_it_answers(
     [
         ("pp: 2", [], 3, "refused: plan: tp is missing"),
         ("tp: 2", ["--epoch", "0"], 3, "refused: stale: made for epoch 0, the job is in epoch 1"),
-        ("- 1", [], 3, "refused: a plan is a mapping"),
-        ("", [], 3, "refused: a plan is a mapping"),
+        ("- 1", [], 2, "plan.yaml: no plan, which is a mapping like {tp: 2}; got [1]"),
+        ("", [], 2, "plan.yaml: no plan, which is a mapping like {tp: 2}; got None"),
+        ("? [1]\n: 2", [], 2, "a key must be a text or a number"),
+        ("tp: 2", ["--epoch", "-1"], 2, "--epoch must be at least 0"),
         ("tp: [", [], 2, "not valid YAML"),
         ("tp: 1\ntp: 2", [], 2, "given twice"),
         ("at: 2026-01-01", [], 2, "cannot be sent as JSON"),
@@ -353,6 +355,24 @@ def test_what_is_no_run_directory(
     (tmp_path / "records.jsonl").write_text("{}\n")
     assert main(["status", str(tmp_path)]) == 2
     assert "not a nereus record" in capsys.readouterr().err
+    assert main(["status", "x" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--steps", "0"], "--steps must be 1 to 1000"),
+        (["--steps", "9" * 30], "--steps must be 1 to 1000"),
+        (["--every", "nan"], "--every must be above 0 and at most 86400"),
+        (["--every", "inf"], "--every must be above 0 and at most 86400"),
+    ],
+)
+def test_status_options(
+    options: list[str], wrong: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(run_dir), *options]) == 2
+    assert wrong in capsys.readouterr().err
 
 
 def test_help_says_what_pausing_means_and_the_exit_status(

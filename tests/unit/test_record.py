@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nereus_plugins.cli import main
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
     NewRecords,
@@ -72,12 +73,40 @@ def test_torn_last_line_is_passed_over_and_never_written_behind(tmp_path: Path) 
         ({"tokens": 7}, "'tokens'"),
         ({"surprise": 1}, "'surprise'"),
         ({"step_s": None}, "'step_s'"),
+        ({"step_s": 10**400}, "'step_s' must hold numbers"),
+        ({"stages_s": {"gen": "1"}}, "'stages_s' must hold numbers, got '1'"),
+        ({"tokens": {"total": None}}, "'tokens' must hold numbers"),
+        ({"memory_bytes": {"allocated": [1]}}, "'memory_bytes' must hold numbers"),
+        ({"metrics": {"critic/score/mean": "high"}}, "'metrics' must hold numbers"),
     ],
 )
 def test_broken_records_name_the_field(change: dict, message: str) -> None:
     data = json.loads(json.dumps(_records()[1].to_dict())) | change
     with pytest.raises(RecordError, match=message):
         parse_record(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"units": {"actor": 5}},
+        {"units": {"actor": {"to": "TP2", "bytes_wire": "many"}}},
+        {"ranks": {"from": 4}},
+        {"knobs": {"actor": {"from": {}}}},
+        {"rollout": {"from": {"tp": 1}}},
+        {"background": {"hidden_s": "long"}},
+        {"background": {"other": 1}},
+    ],
+)
+@pytest.mark.parametrize("command", ["records", "status"])
+def test_a_transition_of_another_shape_is_said_not_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, change: dict
+) -> None:
+    data = _records()[2].to_dict() | change
+    (tmp_path / RECORDS_FILE).write_text(json.dumps(data) + "\n")
+    assert main([command, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"nereus {command}: transition record after step {data['step']}: a field" in said
 
 
 def test_missing_field_and_bad_line_name_file_and_line(tmp_path: Path) -> None:

@@ -432,6 +432,10 @@ def test_runs_repeat_exactly_and_records_are_those_of_a_live_job(
         (["churn", "--seed", "-1"], "--seed"),
         (["churn", "--truth", "{bad}"], "unknown key 'noises'; did you mean 'noise'"),
         (["churn", "--constants", "{bad}"], "unknown key 'noises'"),
+        (["churn", "--truth", "{many}"], "many.yaml: TruthSpec.noise must be a number at least 0"),
+        (["churn", "--truth", "{bytes}"], "bytes.yaml: not text"),
+        (["churn", "--records", "{bad}"], "bad.yaml is no directory that can be written to"),
+        (["churn", "--records", "{dir}"], "static has records already: remove them, or give an"),
     ],
 )
 def test_wrong_use(
@@ -439,7 +443,12 @@ def test_wrong_use(
 ) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("noises: 3\n")
-    assert main(["sim", *(a.replace("{bad}", str(bad)) for a in args)]) == 2
+    (tmp_path / "many.yaml").write_text("noise: 1000.0\n")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff")
+    (tmp_path / "static").mkdir()
+    (tmp_path / "static" / "records.jsonl").write_text("")
+    places = {f"{p.stem}": p for p in tmp_path.iterdir()} | {"dir": tmp_path}
+    assert main(["sim", *(a.format(**places) for a in args)]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -155,7 +155,12 @@ def test_shapes(tmp_path: Path) -> None:
         (["--gpus-max", 8, "--lengths", ORZ], "holds runs ORZ-1.5B, ORZ-32B: choose one"),
         (["--gpus-max", 8, "--lengths", ORZ, "--run", "x"], "no run 'x'"),
         (["--gpus-max", 8, "--lengths", GCP], "no column 'step'"),
-        (["--gpus-max", 0, "--lengths", ORZ], "--gpus-max must be at least 1"),
+        (["--gpus-max", 10**30, "--lengths", ORZ], "--gpus-max must be 1 to 131072"),
+        (["--gpus-max", 8, "--prompts", 10**30, "--lengths", ORZ], "--prompts must be 1 to"),
+        (["--gpus-max", 8, "--steps", 10**7, "--lengths", ORZ], "--steps must be 1 to 1000000"),
+        (["--gpus-max", 8, "--seed", -1, "--lengths", ORZ], "--seed must be at least 0"),
+        (["--gpus-max", 8, "--records", ".", "--steps", 3], "conditions: leave --steps out"),
+        (["--gpus-max", 0, "--lengths", ORZ], "--gpus-max must be 1 to"),
         (["--gpus-max", 8, "--lengths", ORZ, "--run", "ORZ-32B", "--shape", "up"], "--shape"),
         (
             ["--gpus-max", 8, "--lengths", ORZ, "--run", "ORZ-32B", "--max-response", 100],

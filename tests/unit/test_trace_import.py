@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,44 @@ def test_a_log_that_ends_inside_a_line_is_read_up_to_there(tmp_path: Path) -> No
             VERL.format(step=1).replace("timing_s/step:100.0", "timing_s/step:0.0"),
             "has no seconds",
         ),
+        (
+            VERL.format(step=1).replace("response_length/mean:900.0", "response_length/mean:1e308"),
+            "no mean length of responses: .* from 0 to 1e",
+        ),
+        (
+            VERL.format(step=1).replace("prompt_length/mean:100.0", "prompt_length/mean:1e308"),
+            "prompts of 1e.308 tokens|how many sequences",
+        ),
     ],
 )
 def test_what_a_log_lacks_is_named_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         importing.records("verl", _write(tmp_path / "train.log", text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run", "x"], "train.log: a console's log is of one run: leave --run out"),
+        (["--gpus", "9" * 30], "--gpus must be 1 to 131072"),
+        (["--samples", "9" * 400], "--samples must be 1 to"),
+        (["-o", "{folder}"], "is there and no plain file"),
+        (["-o", "{folder}/pipe"], "pipe is there and no plain file"),
+        (["-o", "{folder}/none/x.jsonl"], "none is no directory"),
+        (["-o", ""], "--out . is there and no plain file"),
+        (["--plan", "{folder}/train.log"], "train.log: "),
+    ],
+)
+def test_wrong_use_is_said_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    log = _write(tmp_path / "train.log", VERL.format(step=1))
+    os.mkfifo(tmp_path / "pipe")
+    args = ["trace", "import", "verl", str(log), "-o", str(tmp_path / "out.jsonl")]
+    assert main([*args, *(o.format(folder=tmp_path) for o in options)]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pipe", "train.log"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_a_log_does_not_say_can_be_given(tmp_path: Path) -> None:
