@@ -16,6 +16,7 @@ from nereus_plugins.control.client import NoLiveJob
 
 PREFIX = "ray:"  # of a job's name on the command line
 ACTOR_PREFIX = "nereus-job-"
+CONNECT_WITHIN_S = 5.0
 ANSWER_WITHIN_S = 15.0
 
 
@@ -87,6 +88,22 @@ def _is_called(job: dict[str, str], name: str) -> bool:
     return name in (job["namespace"], job["name"]) or job["run_id"].startswith(name)
 
 
+def _check_address(address: str) -> None:
+    """Raises: NoLiveJob where Ray would wait for minutes for the cluster at `address`, or start
+    one."""
+    if address == "local":
+        raise NoLiveJob("RAY_ADDRESS=local starts a new Ray cluster; set it to that of the job")
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return  # for Ray to say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise NoLiveJob(
+            f"no Ray cluster can be reached at {address} (RAY_ADDRESS): {error}"
+        ) from None
+
+
 def _jobs() -> list[dict[str, str]]:
     """What the live jobs of the cluster say, with their namespaces."""
     try:
@@ -94,7 +111,8 @@ def _jobs() -> list[dict[str, str]]:
         from ray.exceptions import RayError
     except ImportError:
         raise NoLiveJob("finding a job by its name in Ray takes Ray in this environment") from None
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    _check_address(address)
     joined = not ray.is_initialized()
     try:
         if joined:
@@ -109,8 +127,11 @@ def _jobs() -> list[dict[str, str]]:
                     continue
                 jobs.append({**says, "namespace": actor["namespace"]})
         return jobs
-    except (ConnectionError, RuntimeError, RayError) as error:
-        raise NoLiveJob(f"no Ray cluster can be reached at {address}: {error}") from None
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise NoLiveJob(
+            f"no Ray cluster can be reached at {address} (RAY_ADDRESS): {why}"
+        ) from None
     finally:
         if joined and ray.is_initialized():
             ray.shutdown()

@@ -71,7 +71,7 @@ class Record:
                     f"got {type(value).__name__}"
                 )
             inner = want.removesuffix("]").rpartition(", ")[2] if base == "Mapping" else base
-            for one in value.values() if base == "Mapping" else (value,):
+            for one in value.values() if isinstance(value, Mapping) else (value,):
                 if inner in ("int", "float") and not _is_number(one):
                     raise RecordError(
                         f"{self.kind} record: field {f.name!r} must hold numbers, got {one!r:.40}"

@@ -156,6 +156,28 @@ def test_a_name_in_ray_takes_ray(
     assert "takes Ray in this environment" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "wrong"),
+    [
+        ("nowhere", "at nowhere (RAY_ADDRESS): Invalid address"),
+        ("127.0.0.1:1", "at 127.0.0.1:1 (RAY_ADDRESS): [Errno 111] Connection refused"),
+        ("local", "RAY_ADDRESS=local starts a new Ray cluster"),
+    ],
+)
+def test_a_ray_address_that_is_none(
+    address: str,
+    wrong: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["status", "ray:my-job"]) == 4
+    said = capsys.readouterr().err
+    assert wrong in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("state", ["aborted", "failed"])
 def test_a_transition_that_was_not_committed(
     inbox: Inbox, run_dir: Path, plan: Path, state: str, capsys: pytest.CaptureFixture[str]
