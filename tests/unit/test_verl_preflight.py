@@ -36,6 +36,25 @@ def test_a_step_after_the_end_of_training_is_refused(tmp_path: Path) -> None:
         preflight.check_reached([9, 7, 6], 6, "trainer.total_epochs")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("nereus.run_dir", "config.json", r"nereus\.run_dir: .*\(File exists\); set nereus"),
+        ("nereus.run_dir", "a\0b", r"nereus\.run_dir: .*null byte\); set nereus\.run_dir"),
+        ("trainer.resume_from_path", "nope", "resume_from_path: .*nope is no checkpoint; give a"),
+    ],
+)
+def test_folders_that_are_none_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, value: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = put(_job(tmp_path), path, value)
+    if path.startswith("trainer"):
+        put(config, "trainer.resume_mode", "resume_path")
+    with pytest.raises(SpecError, match=message):
+        preflight.run(config)
+
+
 def test_checked_ahead_is_what_can_be_known_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,9 +215,10 @@ def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise SpecError(
-            f"nereus.run_dir: {folder} cannot be written to ({error.strerror}); set nereus.run_dir "
+            f"nereus.run_dir: {folder} cannot be written to ({why}); set nereus.run_dir "
             "to a directory of yours"
         ) from error
     return folder

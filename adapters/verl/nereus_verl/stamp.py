@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nereus_plugins.spec import Layout
+from nereus_plugins.spec import Layout, SpecError
 from nereus_verl import jobconfig
 from nereus_verl.knobs import UnitKnobs, knob_settings
 from nereus_verl.rollout import RolloutPlan
@@ -127,5 +127,10 @@ def latest_checkpoint(config: Mapping[str, Any]) -> Path | None:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint folder named global_step_N."""
-    return int(folder.name.rpartition("_")[2])
+    """The step of a checkpoint folder named global_step_N. Raises: SpecError for another name."""
+    step = folder.name.rpartition("_")[2]
+    if not step.isdecimal():
+        raise SpecError(
+            f"trainer.resume_from_path: {folder} is no checkpoint; give a folder global_step_N"
+        )
+    return int(step)
