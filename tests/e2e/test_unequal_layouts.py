@@ -15,7 +15,7 @@ from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import RunRecord, StepRecord, TransitionRecord, read_records
 from tests.e2e import observe
 from tests.e2e.jobs import TIMEOUT_S, differences, small_job
-from tests.e2e.test_transitions import SAME_RESPONSES, _check_first_step_after
+from tests.e2e.test_transitions import SAME_RESPONSES, _check_alike, _check_first_step_after
 
 pytestmark = pytest.mark.full
 
@@ -110,12 +110,13 @@ def test_a_job_starts_and_resumes_in_unequal_layouts(
     ).require_success()
     (run,) = _records(directory, "resumed", RunRecord)
     assert _sizes(run.plan) == [TP2, PP2, DP2]
-    # The weights are those with which the job that saved them went on: rollout, values and
-    # log-probabilities are the same bits, up to the first update.
+    # It goes on as the job that saved the checkpoint: rollout, values and log-probabilities are the
+    # same bits, the updates alike.
     (found,), wanted = resumed.metrics, moved.metrics[4]
     assert found["step"] == wanted["step"] == 5
     for name in (*SAME_RESPONSES, "critic/values/mean", "critic/returns/mean", "actor/entropy"):
         assert found[name] == wanted[name], name
+    _check_alike(found, wanted)
 
 
 def test_ranks_join_and_leave_in_unequal_layouts(directory: Path) -> None:

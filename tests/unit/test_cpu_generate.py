@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from nereus_cpu.checks import CpuPlatformError  # noqa: E402
-from nereus_cpu.generate import Request, generate  # noqa: E402
+import torch
+from nereus_cpu.checks import CpuPlatformError
+from nereus_cpu.generate import Request, generate
 
 ROWS, PROMPT_TOKENS = 8, 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the server."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

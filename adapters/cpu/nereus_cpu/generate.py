@@ -2,7 +2,8 @@
 
 Every call has the same shape (a fixed number of rows, prompts padded to a fixed length), so that
 the arithmetic of one row does not change with the rows beside it, and every request draws from its
-own random numbers. Equal requests to equal weights give equal bits, whatever else is being served.
+own random numbers. Equal requests to equal weights give equal bits, whatever else is being served,
+on one thread: several may each have a part of the rows, and round them differently.
 """
 
 from __future__ import annotations

@@ -159,8 +159,9 @@ def _torch_adam_step(distrib_optimizer: Any) -> None:
     # torch's Adam keeps `step` with each parameter's state, FusedAdam does not. Therefore, in
     # Megatron's checkpoints: a fully reshardable one asks for a `step` tensor that was never saved
     # (KeyError); an optimizer that has not stepped has none to show (AssertionError), which is what
-    # loading into a new job begins with; and after a load all parameters share one `step` tensor,
-    # which then counts once for each of them.
+    # loading into a new job begins with; what is loaded of each parameter names the counter that it
+    # had before, not the saved one; and after a load all parameters share one `step` tensor, which
+    # then counts once for each of them.
     cls = distrib_optimizer.DistributedOptimizer
     load = cls._set_main_param_and_optimizer_states
     state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
@@ -186,7 +187,7 @@ def _torch_adam_step(distrib_optimizer: Any) -> None:
     def load_keeping_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         current = self._get_main_param_and_optimizer_states(model_param)
         kept = {"step": current["step"]} if "step" in current else {}
-        load(self, model_param, {**kept, **tensors})
+        load(self, model_param, {**tensors, **kept})
 
     cls._set_main_param_and_optimizer_states = load_keeping_step
     cls.state_dict = state_dict_of_any_age
