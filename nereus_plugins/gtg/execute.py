@@ -91,8 +91,8 @@ class TransitionOptions:
         progress: called, during each unit's exchange, with the bytes that this rank has moved and
             has to move; may differ between ranks.
         background_share: other stages run meanwhile: exchanges and verifying take at most this
-            share of the time, and a transition that would have to park state is refused
-            (`MustPark`). None: as fast as it goes.
+            share of the time, and a transition that would have to park state is aborted. None: as
+            fast as it goes.
         hurry: asked, with a share, while state is moved: whether there is nothing to leave the rest
             to any more.
         host_free_bytes: asked, where state is to be parked, what memory this node has left for it;
@@ -133,11 +133,6 @@ class TransitionAborted(RuntimeError):
         self.rank = rank
         self.reason = reason
         self.lost_ranks = lost_ranks
-
-
-class MustPark(TransitionAborted):
-    """Old and new state do not fit the device memory together, and the units are not to be without
-    their state for as long as others run."""
 
 
 class StaleState(RuntimeError):
@@ -251,8 +246,7 @@ class RankTransition:
                 where their layout stays the same.
 
         Raises:
-            TransitionAborted: on all ranks alike, after the old state was brought back; MustPark
-                where it was not to be parked.
+            TransitionAborted: on all ranks alike, after the old state was brought back.
             TransitionUnrecoverable: on all ranks alike, if that failed.
             ValueError, EpochError: on all ranks, before anything was done.
         """
@@ -266,13 +260,6 @@ class RankTransition:
             self._run(index, step, subject, list(begun.target))
         schedule = begun.schedule
         assert schedule is not None
-        if schedule.mode == "staged" and self.options.background_share is not None:
-            self._recover(begun, Step.PARK.value, lost=())
-            raise MustPark(
-                Step.PARK.value,
-                self.rank,
-                "old and new state do not fit the device memory together while other stages run",
-            )
         for index, round_ in enumerate(schedule.rounds):
             if round_.step is Step.COMMIT:
                 break
@@ -477,6 +464,11 @@ class RankTransition:
         attempt.schedule = compile_graph(graph)
         attempt.report.mode = attempt.schedule.mode
         attempt.report.digest = attempt.schedule.digest
+        if attempt.schedule.mode == "staged" and self.options.background_share is not None:
+            raise ValueError(
+                "old and new state do not fit the device memory together, and units keep their "
+                "state while other stages run"
+            )
         self._check_host_memory(attempt.schedule)
 
     def _check_host_memory(self, schedule: Schedule) -> None:

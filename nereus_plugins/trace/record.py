@@ -136,9 +136,8 @@ class TransitionRecord(Record):
         number; "fell_back", why "from" is in force ("" if "to" is); by replica its server, and the
         seconds of its launch by part; the "fingerprint" of the weights that every replica holds.
     background: where it was to be prepared while other stages ran. Prepared so: what that took,
-        "prepare_s", pauses included, and where ranks joined or left "claim_s" and "join_s";
-        "hidden_s" of them nothing waited. Prepared, or prepared again, while everything waited:
-        "exposed", why. `seconds` hold what was waited for.
+        "prepare_s", pauses included; for "hidden_s" of them nothing waited. Prepared, or prepared
+        again, while everything waited: "exposed", why. `seconds` hold what was waited for.
     """
 
     kind: ClassVar[str] = "transition"

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from nereus_plugins.gtg.execute import MustPark, TransitionAborted
+from nereus_plugins.gtg.execute import TransitionAborted
 
 from .spawn import run_ranks
 from .test_transaction import WORLD, X, Y, Z, predict, set_up, tight_budget
 
 SHARE = 0.25
+LIMIT_S = 2.0  # of a vote
 
 
 def _versions(rank: int, world: int) -> None:
@@ -70,7 +71,7 @@ def _tight(rank: int, world: int, budget: int) -> None:
     before = {name: unit.fingerprint() for name, unit in units.items()}
     predicted = {name: predict(layout) for name, layout in Y.items()}
     transition.options = dataclasses.replace(unhidden, background_share=SHARE)
-    with pytest.raises(MustPark, match="do not fit"):
+    with pytest.raises(TransitionAborted, match="do not fit the device memory together, and units"):
         transition.prepare(Y, 1, predicted)
     assert before == {name: unit.fingerprint() for name, unit in units.items()}
     assert all(unit.alive == 1 for unit in units.values())
@@ -105,3 +106,30 @@ def _paced(rank: int, world: int) -> list[float]:
 def test_a_share_slows_until_it_is_hurried() -> None:
     for fast, slow, hurried in run_ranks(_paced, WORLD, timeout_s=60):
         assert slow > 2 * max(fast, hurried), (fast, slow, hurried)
+
+
+def _waits(rank: int, world: int) -> None:
+    """Rank 1 comes to the vote on its moves later than votes wait."""
+    units, transition = set_up(rank, world, timeout_s=LIMIT_S)
+
+    def pause(done_bytes: int, total_bytes: int) -> None:
+        if rank == 1 and done_bytes == total_bytes:
+            time.sleep(1.5 * LIMIT_S)
+
+    plain = transition.options
+    slowed = dataclasses.replace(plain, background_share=SHARE, progress=pause)
+    transition.options = slowed
+    transition.prepare({"actor": Y["actor"]}, 1)
+    transition.commit()
+    transition.release()
+    # Without a share nothing is to pause.
+    transition.options = dataclasses.replace(slowed, background_share=None)
+    with pytest.raises(TransitionAborted, match="no vote from rank") as caught:
+        transition.prepare({"actor": X["actor"]}, 2)
+    assert (caught.value.phase, caught.value.lost_ranks) == ("move", (1,))
+    units["actor"].check(0)
+
+
+@pytest.mark.full
+def test_a_peer_that_pauses_is_waited_for() -> None:
+    run_ranks(_waits, WORLD, timeout_s=60)

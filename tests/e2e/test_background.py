@@ -35,43 +35,45 @@ def _waited_s(record: TransitionRecord) -> float:
     return sum(seconds for phase, seconds in record.seconds.items() if "." not in phase)
 
 
-def test_hidden_stale_failed_and_dropped(tmp_path: Path) -> None:
+def test_hidden_or_why_not(tmp_path: Path) -> None:
     """After step 1 all is well, after 2 the state is trained meanwhile, after 3 a rank fails, after
-    4 the job is paused meanwhile."""
-    schedule = {step: {"shard_size": 2 if step == 2 else 1} for step in (1, 2, 3, 4)}
+    4 a step begins that is profiled, after 5 the job is paused meanwhile."""
+    schedule = {step: {"shard_size": 1 if step % 2 else 2} for step in (1, 2, 3, 4, 5)}
     seen = tmp_path / "seen"
     env = observe.environment(seen) | {
         observe.TRAINS_MEANWHILE: "2",
-        observe.PAUSES_MEANWHILE: "4",
+        observe.PAUSES_MEANWHILE: "5",
         ENVIRONMENT_VARIABLE: "step=move,rank=1,kind=raise,epoch=4",
     }
     nereus = {"background": True, "timeout_s": 20.0, "schedule": schedule}
-    run = _run(tmp_path, "run", "fsdp2", nereus, critic=False, steps=5, env=env)
+    extra = ["global_profiler.steps=[5]"]
+    run = _run(tmp_path, "run", "fsdp2", nereus, critic=False, steps=6, env=env, extra=extra)
 
     transitions = _records(tmp_path, "run", TransitionRecord)
-    outcomes = ["committed", "committed", "aborted", "skipped"]
-    assert [t.outcome for t in transitions] == outcomes
-    assert [t.step for t in transitions] == [1, 2, 3, 4]
-    hidden, stale, failed, _ = transitions
+    assert [t.outcome for t in transitions] == ["committed"] * 4 + ["skipped"]
+    assert [t.step for t in transitions] == [1, 2, 3, 4, 5]
+    hidden, stale, failed, profiled, skipped = transitions
     assert hidden.background["hidden_s"] > 0
     assert hidden.background["prepare_s"] >= hidden.background["hidden_s"]
     # The ranks' own part of it was over before anybody waited.
     assert _waited_s(hidden) < hidden.background["prepare_s"]
     assert stale.background == {"exposed": "actor was trained or loaded meanwhile"}
-    assert "rank 1 in move" in failed.reason
+    assert failed.background["exposed"].startswith("rank 1 in move: InjectedFault")
+    assert profiled.background == skipped.background == {}
     # What the ranks held when the batch was there is what they trained on, in whatever layout.
     before, after = (observe.read(seen)[i::2] for i in (0, 1))
     assert [line["units"] for line in before] == [line["units"] for line in after]
     assert before[0]["units"] != before[1]["units"]
     # The batch that was generated meanwhile is trained on in the new layout.
     steps = _records(tmp_path, "run", StepRecord)
-    assert [s.epoch for s in steps] == [0, 1, 3, 3, 3]
-    assert [s.plan["actor"].get("shard_size") for s in steps] == [None, 1, None, None, None]
-    assert [m["nereus/transition/committed"] for m in run.metrics[1:]] == [1, 1, 0, 0]
+    assert [s.epoch for s in steps] == [0, 1, 3, 5, 6, 6]
+    assert [s.plan["actor"].get("shard_size") for s in steps] == [None, 1, None, 1, None, None]
+    # What is prepared after a step is the next one's, but where that is profiled.
+    assert [m.get("nereus/transition/committed") for m in run.metrics] == [None, 1, 1, 2, None, 0]
     groups = [s.memory_bytes["process_groups"] for s in steps]
     assert groups[0] == groups[-1], groups  # of what was dropped too
     journal = Journal(tmp_path / "run" / "checkpoints" / "nereus" / "journal.jsonl")
-    assert [(r.kind, r.epoch) for r in journal.read()] == [("commit", 1), ("commit", 3)]
+    assert [(r.kind, r.epoch) for r in journal.read()] == [("commit", e) for e in (1, 3, 5, 6)]
 
 
 @pytest.mark.full

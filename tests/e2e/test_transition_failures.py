@@ -63,9 +63,12 @@ def test_a_failure_in_any_phase_changes_no_number(
     tmp_path: Path, engine: str, target: dict[str, Any], background: bool
 ) -> None:
     steps = len(FAULTS) + 1
+    # What fails in the background is attempted once more, and fails there too; a commit is one.
+    attempts = 2 if background else 1
     faults = [
-        f"step={step},rank={i % 2},kind={kind},epoch={i + 1}"
+        f"step={step},rank={i % 2},kind={kind},epoch={i * attempts + attempt}"
         for i, (step, kind) in enumerate(FAULTS)
+        for attempt in range(1, attempts + 1)
     ]
     schedule = {i + 1: target for i in range(len(FAULTS))}
     failed = _run(
@@ -87,6 +90,11 @@ def test_a_failure_in_any_phase_changes_no_number(
         assert step in transition.reason, transition.reason
         if kind == "raise":
             assert f"rank {i % 2} in" in transition.reason
+    if background:
+        *twice, last = transitions
+        for (step, _), transition in zip(FAULTS, twice, strict=False):
+            assert step in transition.background["exposed"]
+        assert last.background["hidden_s"] > 0
     assert "checksum" in transitions[FAULTS.index(("verify", "corrupt"))].reason.lower()
     text = failed.log.read_text()
     assert text.count("transition aborted, the old layout trains on") == len(FAULTS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from nereus_verl import background
-from nereus_verl.background import Exposed, Window, at_once, beside, obstacle
+from nereus_verl.background import Window, obstacle
 
 
 def test_the_driver_says_that_it_is_over() -> None:
@@ -37,21 +36,3 @@ def test_offloaded_units_wait_for_the_rollout_to_sleep(what: str) -> None:
     setattr(engine, f"is_{what}_offload_enabled", True)
     assert "actor is kept in host memory" in obstacle("actor", engine, on_accelerator=True)
     assert obstacle("actor", engine, on_accelerator=False) == ""
-
-
-def _fail(error: Exception) -> None:
-    raise error
-
-
-def test_what_went_wrong_meanwhile_is_raised_where_it_is_asked_for() -> None:
-    futures: list[Future[None]] = [
-        at_once(lambda: _fail(Exposed("no room"))),
-        beside(lambda: _fail(Exposed("no room"))),
-    ]
-    for future in futures:
-        with pytest.raises(Exposed, match="no room"):
-            future.result(timeout=10)
-    with pytest.raises(RuntimeError):  # nothing of the kind: at once
-        at_once(lambda: _fail(RuntimeError()))
-    with pytest.raises(RuntimeError):
-        beside(lambda: _fail(RuntimeError())).result(timeout=10)

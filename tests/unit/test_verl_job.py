@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nereus_verl import preflight, stamp
-from nereus_verl.background import Started, Window, beside
+from nereus_verl import background, preflight, stamp
+from nereus_verl.background import Started, Window
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import staying
@@ -52,6 +52,7 @@ class NoRanks:
     """The processes of a job that has none."""
 
     current = ()
+    groups = ()
     names = ()
 
     def __len__(self) -> int:
@@ -279,17 +280,65 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     assert run._scheduled(3)[-1].tp == 1
 
 
-def test_what_was_prepared_and_is_lost_ends_the_job_with_last_words(tmp_path: Path) -> None:
-    """A rank dies in the window, and its plan is not due any more."""
-    run = VerlJob(checked(tmp_path, {}), NoRanks())
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> Window:
+    """One whose ranks are gone, with their store."""
+    monkeypatch.setattr(background, "CONNECT_S", 0.1)
+    return Window(0.5, "127.0.0.1", 1, "window")
 
-    def lose_a_worker() -> Any:
-        raise WorkersFailed("the worker process of rank 1 died in 'claim'")
 
-    window = Window(0.5, "127.0.0.1", 0, "window")
-    run._started = Started(1, {}, None, window, beside(lose_a_worker), {})
-    with pytest.raises(TransitionFailed, match=r"rank 1 died in 'claim'.*no checkpoint yet"):
+def lose_rank_1(*args: Any, **kwargs: Any) -> Any:
+    raise WorkersFailed("the worker process of rank 1 died")
+
+
+def test_ranks_that_are_lost_in_the_window_end_the_job_with_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Window
+) -> None:
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
+    monkeypatch.setattr(run, "_call", lose_rank_1)
+    monkeypatch.setattr("nereus_verl.job.collect", lose_rank_1)
+    words = r"after step \d .*rank 1 died.*there is no checkpoint yet"
+    with pytest.raises(TransitionFailed, match=words):
+        run.begin_window(2)
+    # What is asked for on the way is answered too, if nothing is due.
+    run._collecting = {"answer of rank 0": 0}
+    with pytest.raises(TransitionFailed, match=words):
+        run.end_window()
+    run._started = Started(1, {}, window, {"answer of rank 0": 0}, "")
+    with pytest.raises(TransitionFailed, match=words):  # its plan is not due any more
         run.at_boundary(1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_failed_in_the_background_is_prepared_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Window, again: bool
+) -> None:
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
+    out_of_memory = {"phase": "build", "rank": 1, "reason": "OutOfMemoryError", "lost_ranks": []}
+    failed: list[Any] = [{"aborted": out_of_memory}] * 2
+    prepared = {"report": {"mode": "intact", "digest": "d", "units": {}, "seconds": {}}}
+    answers = {
+        "free_memory": [None] * 2,
+        "prepare": failed if again else [prepared] * 2,
+        "commit": [{}] * 2,
+        "release": [{"report": {}, "failed": ""}] * 2,
+    }
+    asked = []
+
+    def call(ranks: Any, phase: str, function: Any, *args: Any, **where: Any) -> list[Any]:
+        asked.append(phase)
+        return answers[phase]
+
+    monkeypatch.setattr(run, "_call", call)
+    monkeypatch.setattr("nereus_verl.job.collect", lambda *args, **how: failed)
+    targets = run.checked.targets[2]
+    run._started = Started(run._next_attempt(), targets, window, {"answer of rank 0": 0}, "")
+    record = run.at_boundary(2)
+    assert record is not None
+    assert record.background == {"exposed": "rank 1 in build: OutOfMemoryError"}
+    assert (record.outcome, record.epoch) == ("aborted" if again else "committed", 2)
+    assert asked.count("prepare") == 1
+    assert run.layout("actor") == (Layout(dp=4, sharding="fsdp") if again else HSDP)
 
 
 def test_last_words_are_said_where_records_cannot_be_written(

@@ -4,29 +4,22 @@ From the end of a step, once the rollout has the step's weights, until the batch
 there, no training rank is called: that is the *window*. The driver starts the preparation as it
 begins and does not wait; the boundary is where it ends. There the driver asks for the result, and
 runs what is due as ever. So whatever may have happened meanwhile (the plan was withdrawn, the state
-was trained, state would have to be parked), a preparation that does not serve is dropped, and the
-transition is prepared again while everything waits.
+was trained, state would have to be parked, a rank ran out of memory), a preparation that does not
+serve is dropped, and the transition is prepared again, once, while everything waits.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from nereus_plugins.spec import Layout
-
-if TYPE_CHECKING:
-    from nereus_verl.ranks import Change
-
-_T = TypeVar("_T")
 
 CONNECT_S = 10.0
 # Of a device's memory, what generation may still come to take while a transition is prepared.
@@ -85,46 +78,16 @@ def obstacle(name: str, engine: Any, on_accelerator: bool) -> str:
     return ""
 
 
-class Exposed(Exception):
-    """A transition cannot be prepared in the background; why."""
-
-
 @dataclass(frozen=True)
 class Started:
     """A preparation under way, as the driver sees it.
 
-    epoch: that it is an attempt at. changes: unit -> layout. change: of the set of ranks.
-    submitted: what to collect (`driver.submit`); raises what kept it from being submitted.
-    seconds: by phase, of what the driver did for it meanwhile.
+    epoch: that it is an attempt at. changes: unit -> layout. submitted: what to collect
+    (`driver.submit`). obstacle: why nothing was submitted, "" if something was.
     """
 
     epoch: int
     changes: Mapping[str, Layout]
-    change: Change | None
     window: Window
-    submitted: Future[Mapping[Any, int]]
-    seconds: dict[str, float]
-
-
-def at_once(work: Callable[[], _T]) -> Future[_T]:
-    """Do `work` now; it may be `Exposed`."""
-    future: Future[_T] = Future()
-    try:
-        future.set_result(work())
-    except Exposed as why:
-        future.set_exception(why)
-    return future
-
-
-def beside(work: Callable[[], _T]) -> Future[_T]:
-    """Do `work` beside the driver, which may end without waiting for it."""
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="nereus-window", daemon=True).start()
-    return future
+    submitted: Mapping[Any, int]
+    obstacle: str

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import platform
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,7 +28,7 @@ from nereus_plugins.trace.record import (
     now_s,
 )
 from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private, worker
-from nereus_verl.background import AWAKE_RESERVE, Exposed, Started, Window, at_once, beside
+from nereus_verl.background import AWAKE_RESERVE, Started, Window
 from nereus_verl.config import check_plan, global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all, collect, submit
 from nereus_verl.knobs import UnitKnobs
@@ -89,6 +88,7 @@ class VerlJob:
         self._started: Started | None = None
         self._memory: dict[str, int] = {}  # of the ranks, asked before they were busy in a window
         self._garbage = False  # ranks have some to collect, in the next window
+        self._collecting: Mapping[Any, int] = {}  # what ranks were asked for in this window
 
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
@@ -251,74 +251,57 @@ class VerlJob:
         """The ranks have nothing to do until the boundary after `step`, and others run meanwhile:
         begin to prepare what is due there, and have them do what they left. Does not wait for it.
 
-        Raises: WorkersFailed.
+        Raises: TransitionFailed: a rank that the job needs is gone.
         """
         self._step = step
-        planned = self._plan_window(step) if self.is_due(step) else None
-        if self._garbage or planned is not None:
-            self._memory = self.memory()
-        if self._garbage:
-            self._garbage = False
-            submit(self._ranks.workers, worker.collect_garbage)
-        if planned is not None:
-            self._start_preparing(step, *planned)
+        changes = self._plan_window(step) if self.is_due(step) else {}
+        with self._last_words_of("what ranks do in the background could not begin"):
+            if self._garbage or changes:
+                self._memory = self.memory()
+            if self._garbage:
+                self._garbage = False
+                self._collecting = submit(self._ranks.workers, worker.collect_garbage)
+            if changes:
+                self._start_preparing(step, changes)
 
-    def _plan_window(self, step: int) -> tuple[dict[str, Layout], Change | None] | None:
-        """What is to be prepared in the background, None if nothing is."""
+    def end_window(self) -> None:
+        """The ranks are needed again: what they left behind is done.
+
+        Raises: TransitionFailed: a rank could not do it.
+        """
+        collecting, self._collecting = self._collecting, {}
+        with self._last_words_of("what a transition left behind could not be cleared away"):
+            collect(collecting, "collect_garbage", **self._watching("collect_garbage"))
+
+    def _plan_window(self, step: int) -> dict[str, Layout]:
+        """The layouts, by unit, that are to be prepared in the background."""
         try:
             due = self._due(step)
             if due is None:
-                return None
+                return {}
             targets, where, leave, unit_knobs, rollout = due
             after = {**self._knobs, **unit_knobs}
             change, changes = self._changes(targets, where, leave, after, rollout)
         except SpecError:
-            return None  # the boundary says so
+            return {}  # the boundary says so
         # Where ranks join or leave, everything waits: claiming them beside generation was not run.
-        return (changes, change) if changes and change is None else None
+        return changes if change is None else {}
 
-    def _start_preparing(
-        self, step: int, changes: dict[str, Layout], change: Change | None
-    ) -> None:
-        epoch, seconds = self._next_attempt(), dict[str, float]()
-        names, current = list(changes), self._ranks.current
-        looks = self._look(current, names)
-        address, port = looks[0]["store"]
+    def _start_preparing(self, step: int, changes: dict[str, Layout]) -> None:
+        current = self._ranks.current
+        looks = self._call(current, "look", worker.look, list(changes), AWAKE_RESERVE)
+        obstacle = next((look["obstacle"] for look in looks if look["obstacle"]), "")
+        epoch, (address, port) = self._next_attempt(), looks[0]["store"]
         share = self.checked.nereus.background_share
         window = Window(share, address, port, f"nereus.window.{epoch}")
-
-        def prepare(ranks: Sequence[Rank], looks: list[dict[str, Any]]) -> Mapping[Any, int]:
-            lost = [look["aborted"]["reason"] for look in looks if "aborted" in look]
-            if lost:
-                raise ClaimFailed(lost[0])
-            obstacles = [look["obstacle"] for look in looks if look["obstacle"]]
-            if obstacles:
-                raise Exposed(obstacles[0])
+        submitted: Mapping[Any, int] = {}
+        if not obstacle:
             budget = self._budget(lambda: [look["free_bytes"] for look in looks])
-            arguments = self._prepare_arguments(changes, epoch, step, ranks)
-            workers = [rank.worker for rank in ranks]
-            return submit(workers, worker.prepare, *arguments, budget, window)
-
-        def claim_and_prepare() -> Mapping[Any, int]:
-            assert change is not None
-            with Timed(seconds, "claim"):
-                change.claim(self.layouts(), step, self.checked.nereus.claim_timeout_s)
-            with Timed(seconds, "join"):
-                change.join()
-            union = change.union
-            return prepare(union, self._look(union, names, change))
-
-        if change is None:
-            submitted = at_once(lambda: prepare(current, looks))
-        else:
-            submitted = beside(claim_and_prepare)
-        self._started = Started(epoch, changes, change, window, submitted, seconds)
+            arguments = self._prepare_arguments(changes, epoch, step, current)
+            workers = self._ranks.workers
+            submitted = submit(workers, worker.prepare, *arguments, budget, window)
+        self._started = Started(epoch, changes, window, submitted, obstacle)
         self._inbox.doing("prepare, in the background", step)
-
-    def _look(
-        self, ranks: Sequence[Rank], names: list[str], change: Change | None = None
-    ) -> list[dict[str, Any]]:
-        return self._call(ranks, "look", worker.look, names, AWAKE_RESERVE, change=change)
 
     def _due(
         self, step: int
@@ -357,61 +340,35 @@ class VerlJob:
         Raises: TransitionFailed: a rank that the job needs is gone.
         """
         started, self._started = self._started, None
-        if started is None:
+        if started is None or started.obstacle:
             return
-        try:
-            self._give_up(started)
-        except WorkersFailed as error:
-            raise TransitionFailed(
-                f"what was prepared in the background after step {self._step} could not be given "
-                f"up: {error}. The job ends here: {self._restart()}"
-            ) from error
-
-    def _give_up(self, started: Started) -> None:
         started.window.end()
-        try:
-            submitted = started.submitted.result()
-            ranks = self._ranks.current if started.change is None else started.change.union
-            watched = self._watching("prepare", started.change, started.epoch)
-            answers = collect(submitted, "prepare", **watched)
+        with self._last_words_of("what was prepared in the background could not be given up"):
+            answers = collect(started.submitted, "prepare", **self._watching("prepare"))
             if not any("aborted" in answer for answer in answers):
-                self._call(ranks, "abort", worker.abort, change=started.change, epoch=started.epoch)
-        except (Exposed, ClaimFailed):
-            pass  # nothing was prepared
-        if started.change is not None:
-            started.change.give_back()
+                self._call(self._ranks.current, "abort", worker.abort)
 
-    def _prepared_meanwhile(
-        self, run: _Run, ranks: Sequence[Rank], change: Change | None
-    ) -> list[dict[str, Any]] | None:
+    def _prepared_meanwhile(self, run: _Run) -> list[dict[str, Any]] | None:
         """The ranks' answers to the preparation that was started, once they are there; None if
         what `run` changes is to be prepared now."""
         started, self._started = self._started, None
         if started is None:
             return None
-        begin_s = time.perf_counter()
-        call = functools.partial(self._call, ranks, change=change, epoch=started.epoch)
-        try:
-            watched = self._watching("prepare", change, started.epoch)
-            answers = collect(started.submitted.result(), "prepare", **watched)
-        except Exposed as why:
-            run.exposed(str(why))
-        else:
-            waited_s = time.perf_counter() - begin_s + run.seconds.get("claim", 0.0)
-            aborted = [answer["aborted"] for answer in answers if "aborted" in answer]
-            if aborted and not aborted[0].get("must_park"):
-                return answers
-            if aborted:
-                run.exposed(aborted[0]["reason"])
-            else:
-                stale = call("prepare", worker.stale)
-                names = sorted({n for one in stale if isinstance(one, list) for n in one})
+        why = started.obstacle
+        if not why:
+            begin_s = time.perf_counter()
+            answers = collect(started.submitted, "prepare", **self._watching("prepare"))
+            waited_s = time.perf_counter() - begin_s
+            why = _given_up(answers)
+            if not why:
+                stale = self._call(self._ranks.current, "prepare", worker.stale)
+                names = sorted({name for of_rank in stale for name in of_rank})
                 if not names:
-                    prepare_s = max(answer["seconds"] for answer in answers)
-                    run.hidden({**started.seconds, "prepare": prepare_s}, waited_s)
+                    run.hidden(max(answer["seconds"] for answer in answers), waited_s)
                     return answers
-                call("abort", worker.abort)
-                run.exposed(f"{', '.join(names)} was trained or loaded meanwhile")
+                self._call(self._ranks.current, "abort", worker.abort)
+                why = f"{', '.join(names)} was trained or loaded meanwhile"
+        run.exposed(why)
         run.epoch = self._next_attempt()  # ranks have voted under the other number
         return None
 
@@ -542,10 +499,8 @@ class VerlJob:
         change, changes = self._changes(targets, where, leave, after, rollout)
         started, exposed = self._started, ""
         if started is not None:
-            same = change is None if started.change is None else started.change.same_as(change)
-            if same and changes == started.changes:
+            if change is None and changes == started.changes:
                 started.window.end()
-                change = started.change
             else:
                 self._drop_started()
                 started, exposed = None, "another plan was prepared"
@@ -640,21 +595,14 @@ class VerlJob:
         """As `_execute`, with ranks that join before and ranks that leave after it."""
         options = self.checked.nereus
         run.ranks = change.to_dict()
-        started = self._started
         try:
-            if started is not None:
-                with run.timed("claim"), suppress(Exposed):
-                    started.submitted.result()
-            else:
-                with run.timed("claim"):
-                    change.claim(self.layouts(), run.step, options.claim_timeout_s)
-                run.ranks = change.to_dict()
-                with run.timed("join"):
-                    change.join()
+            with run.timed("claim"):
+                change.claim(self.layouts(), run.step, options.claim_timeout_s)
             run.ranks = change.to_dict()
+            with run.timed("join"):
+                change.join()
             self._execute(run, changes, change.union, change)
         except ClaimFailed as error:
-            self._started = None
             run.outcome, run.reason = "aborted", str(error)
         if run.outcome != "committed":
             with run.timed("give_back"):
@@ -754,7 +702,7 @@ class VerlJob:
             return self._call(ranks, phase, function, *args, change=change, epoch=run.epoch)
 
         with run.timed("prepare"):
-            answers = self._prepared_meanwhile(run, ranks, change)
+            answers = self._prepared_meanwhile(run)
             if answers is None:
                 names = list(changes)
                 budget = self._budget(lambda: call("free_memory", worker.free_memory, names))
@@ -813,7 +761,7 @@ class VerlJob:
         workers = [rank.worker for rank in ranks]
         return call_all(workers, phase, function, *args, **self._watching(phase, change, epoch))
 
-    def _watching(self, phase: str, change: Change | None, epoch: int) -> dict[str, Any]:
+    def _watching(self, phase: str, change: Change | None = None, epoch: int = 0) -> dict[str, Any]:
         """How long answers are waited for, and what is made of bad ones: arguments of `collect`."""
         lost: list[int] = []
 
@@ -832,7 +780,7 @@ class VerlJob:
                 return {"report": {}, "failed": failure}
             # Before the commit the old layout is whole without the ranks that were to join. The
             # others abort once they know.
-            before_commit = phase in ("look", "free_memory", "prepare", "commit")
+            before_commit = phase in ("free_memory", "prepare", "commit")
             if not change.can_lose(rank) or not before_commit:
                 raise WorkersFailed(failure)
             return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}
@@ -865,6 +813,16 @@ class VerlJob:
             f"with it: {run.reason}. The job ends here: {self._restart()}. Records: "
             f"{self.checked.run_dir / RECORDS_FILE}"
         )
+
+    @contextmanager
+    def _last_words_of(self, failure: str) -> Iterator[None]:
+        """Raises: TransitionFailed, with what to restart from, where ranks are lost meanwhile."""
+        try:
+            yield
+        except WorkersFailed as error:
+            raise TransitionFailed(
+                f"after step {self._step} {failure}: {error}. The job ends here: {self._restart()}"
+            ) from error
 
     def _restart(self) -> str:
         """What the job can be started again from, in words."""
@@ -928,6 +886,18 @@ def _lost_ranks(answer: Any, change: Change | None) -> str:
     return f"rank(s) {lost} are dead or hung; {aborted['phase']}: {aborted['reason']}"
 
 
+def _given_up(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Why the ranks gave up, "" if they did not. Raises: TransitionFailed if only some did."""
+    given_up = [answer["aborted"] for answer in answers if "aborted" in answer]
+    if not given_up:
+        return ""
+    first = given_up[0]
+    why = f"rank {first['rank']} in {first['phase']}: {first['reason']}"
+    if len(given_up) != len(answers):
+        raise TransitionFailed(f"only some ranks gave up: {why}")
+    return why
+
+
 class _Run:
     """One transition as the driver sees it, on its way to a record.
 
@@ -966,16 +936,11 @@ class _Run:
         return Timed(self.seconds, phase)
 
     def aborted(self, answers: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the ranks gave up. Raises: TransitionFailed if only some did."""
-        given_up = [answer["aborted"] for answer in answers if "aborted" in answer]
-        if not given_up:
-            return False
-        first = given_up[0]
-        self.outcome = "aborted"
-        self.reason = f"rank {first['rank']} in {first['phase']}: {first['reason']}"
-        if len(given_up) != len(answers):
-            raise TransitionFailed(f"only some ranks gave up: {self.reason}")
-        return True
+        """Whether the ranks gave up, and with them the transition. Raises: as `_given_up`."""
+        why = _given_up(answers)
+        if why:
+            self.outcome, self.reason = "aborted", why
+        return bool(why)
 
     def prepared(self, reports: Sequence[Mapping[str, Any]]) -> None:
         self.mode = reports[0]["mode"]
@@ -1003,10 +968,9 @@ class _Run:
         self.rollout_report = report.to_dict()
         self.seconds |= {f"rollout.{part}": spent for part, spent in report.seconds.items()}
 
-    def hidden(self, seconds: Mapping[str, float], waited_s: float) -> None:
-        """It was prepared in the background, in so long by phase, and waited for at the end."""
-        self.background = {f"{phase}_s": spent for phase, spent in seconds.items()}
-        self.background["hidden_s"] = max(sum(seconds.values()) - waited_s, 0.0)
+    def hidden(self, prepare_s: float, waited_s: float) -> None:
+        """It was prepared in the background, in so long, and waited for at the end."""
+        self.background = {"prepare_s": prepare_s, "hidden_s": max(prepare_s - waited_s, 0.0)}
 
     def exposed(self, why: str) -> None:
         """It could not be prepared in the background, if there is a reason `why`."""

@@ -175,10 +175,6 @@ class Change:
         union = self.union
         return [union[place] for place in self.order]
 
-    def same_as(self, other: Change | None) -> bool:
-        """Whether the same ranks stay, and as many join."""
-        return other is not None and (self._stay, self._world) == (other._stay, other._world)
-
     def can_lose(self, rank: int) -> bool:
         """Whether the job goes on in its old layout without this rank of the union."""
         return rank >= len(self._old)

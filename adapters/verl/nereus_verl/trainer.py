@@ -37,7 +37,7 @@ class NereusTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig) -> None:
         self._checked = _check(config)
         self._job: VerlJob | None = None
-        self._transition: TransitionRecord | None = None
+        self._transitions: list[TransitionRecord] = []  # since the last step was recorded
         self._critic_order: list[int] | None = None
         self._prepared_after: int | None = None  # the step whose transition waits for the batch
         self._data_position: Any = None  # at the end of that step
@@ -92,7 +92,10 @@ class NereusTrainer(PPOTrainerSync):
         # Updates are done, the checkpoint is saved in the layout it was trained in, and the rollout
         # sleeps: the boundary. The weights go to the rollout from the new layout.
         job, step = self._job, self.global_steps
-        background = job is not None and job.checked.nereus.background
+        # verl calls the training ranks as a step that is profiled begins: it would wait for them.
+        background = (
+            job is not None and job.checked.nereus.background and not self.curr_step_profile
+        )
         if job is not None:
             self._ran_in = _InForce(job)
             if job.is_due(step) and not background:
@@ -110,18 +113,22 @@ class NereusTrainer(PPOTrainerSync):
             job.begin_window(step)
 
     def _end_window(self) -> None:
-        """Run the transition that was prepared since the end of the last step, if one was."""
+        """The batch is there: run the transition that was prepared since the end of the last step,
+        if one was."""
         step, self._prepared_after = self._prepared_after, None
+        if self._job is not None:
+            self._job.end_window()
         if self._job is not None and step is not None:
             with marked_timer("nereus_transition", self.timing_raw):
                 self._run_due(self._job, step)
                 if self._job.rollout_is_synced:  # and awake, before the ranks train
                     self.checkpoint_manager.sleep_replicas()
+            self._data_position = None
 
     def _run_due(self, job: VerlJob, step: int) -> None:
         """Run the transition that is due at the end of `step`, the last that was trained."""
         try:
-            self._transition = job.at_boundary(step)
+            record = job.at_boundary(step)
         except RolloutFailed as error:
             self.global_steps = step  # may be on the way to the next, whose batch is drawn
             if self._data_position is not None:
@@ -132,6 +139,8 @@ class NereusTrainer(PPOTrainerSync):
                 f"{error}. The job ends here; its state is saved in "
                 f"{folder / f'global_step_{step}'}"
             ) from error
+        if record is not None:
+            self._transitions.append(record)
         self._follow(job)
 
     def _compute_reward_colocate(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,14 +222,14 @@ class NereusTrainer(PPOTrainerSync):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         if self._job is None:
             return
-        transition, self._transition = self._transition, None
+        transitions, self._transitions = self._transitions, []
         record = _step_record(
             self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
         )
         self._job.write_step(record)
         metrics["nereus/world_size"] = self._ran_in.world_size
         metrics.update({f"nereus/{name}": size for name, size in self._ran_in.knobs.items()})
-        metrics.update(_metrics(record, transition))
+        metrics.update(_metrics(record, transitions))
 
 
 class _InForce:
@@ -313,7 +322,7 @@ def _step_record(
     )
 
 
-def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[str, float]:
+def _metrics(record: StepRecord, transitions: Sequence[TransitionRecord]) -> dict[str, float]:
     """What verl's own logger gets of this, under `nereus/`."""
     out: dict[str, float] = {
         "nereus/epoch": record.epoch,
@@ -324,15 +333,17 @@ def _metrics(record: StepRecord, transition: TransitionRecord | None) -> dict[st
         layout = Layout.from_dict(fields)
         for field in ("tp", "pp", "dp", "ulysses"):
             out[f"nereus/{name}/{field}"] = getattr(layout, field)
-    if transition is not None:
-        out["nereus/transition/committed"] = int(transition.outcome == "committed")
+    if transitions:  # two where one was prepared in the background and the next was not
+        out["nereus/transition/committed"] = sum(t.outcome == "committed" for t in transitions)
         out["nereus/transition/seconds"] = sum(
-            value for phase, value in transition.seconds.items() if "." not in phase
+            value for t in transitions for phase, value in t.seconds.items() if "." not in phase
         )
         out["nereus/transition/wire_bytes"] = sum(
-            unit.get("bytes_wire", 0) for unit in transition.units.values()
+            unit.get("bytes_wire", 0) for t in transitions for unit in t.units.values()
         )
-        out["nereus/transition/hidden_seconds"] = transition.background.get("hidden_s", 0.0)
+        out["nereus/transition/hidden_seconds"] = sum(
+            t.background.get("hidden_s", 0.0) for t in transitions
+        )
     return out
 
 

@@ -24,7 +24,6 @@ from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.execute import (
-    MustPark,
     RankTransition,
     ReleaseFailed,
     TransitionAborted,
@@ -260,7 +259,7 @@ def prepare(
         window: where this is done in the background.
 
     Returns: {"report": ..., "seconds": ...}, or {"aborted": {"phase", "rank", "reason",
-        "lost_ranks", "must_park"}} with the old layout as it was.
+        "lost_ranks"}} with the old layout as it was.
     """
     begin_s = time.perf_counter()
     state: RankState = getattr(worker, STATE)
@@ -479,7 +478,6 @@ def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
         "rank": aborted.rank,
         "reason": aborted.reason,
         "lost_ranks": list(aborted.lost_ranks),
-        "must_park": isinstance(aborted, MustPark),
     }
 
 
