@@ -324,7 +324,7 @@ def _trained_since(rank: int, world: int, kind: str, model: Path, path: list[Lay
     transition.epoch = 1
     ve.move(transition, path[1])
     ve.move(transition, path[0])
-    _assert_same(ve.take(units), trained)
+    ve.assert_same(ve.take(units), trained)
 
 
 @pytest.mark.full
