@@ -336,13 +336,15 @@ class RankTransition:
             raise ReleaseFailed(*failed) from error
         return report
 
-    def abort(self) -> None:
+    def abort(self) -> tuple[int, ...]:
         """Give up a prepared transition: the old layouts stay. All ranks together.
+
+        Returns: ranks that are dead or hung, as `TransitionAborted.lost_ranks`.
 
         Raises: TransitionUnrecoverable: the old state could not be brought back.
         """
         attempt = self._prepared()
-        self._recover(attempt, "abort", lost=())
+        return self._recover(attempt, "abort", lost=())
 
     # ------------------------------------------------------------------ steps
 
@@ -617,7 +619,7 @@ class RankTransition:
         seconds[step.value] = seconds.get(step.value, 0.0) + time.perf_counter() - begin
         if failed is None:
             return
-        self._recover(attempt, step.value, lost)
+        lost = self._recover(attempt, step.value, lost)
         raise TransitionAborted(step.value, *failed, lost) from error
 
     def _vote(
@@ -644,8 +646,12 @@ class RankTransition:
     def _vote_name(attempt: _Attempt, label: str) -> str:
         return f"transition.{attempt.epoch}.{label}"
 
-    def _recover(self, attempt: _Attempt, phase: str, lost: tuple[int, ...]) -> None:
-        """Give back the target, bring parked storages back; then nothing of the attempt is left."""
+    def _recover(self, attempt: _Attempt, phase: str, lost: tuple[int, ...]) -> tuple[int, ...]:
+        """Give back the target, bring parked storages back; then nothing of the attempt is left.
+
+        Returns: the lost ranks, with those that were lost on the way. The others have recovered;
+        whether the old layout needs the lost ones is not known here.
+        """
         self._attempt = None
         attempt.described.clear()
         attempt.moves.clear()
@@ -662,13 +668,14 @@ class RankTransition:
         if lost:
             if error is not None:
                 raise TransitionUnrecoverable(_not_recovered(phase, self.rank, _reason(error)))
-            return
+            return lost
         try:
             failed = self._vote(attempt, "recovered", error)
         except RankLost as missing:
-            failed = missing.ranks[0], str(missing)
+            lost, failed = missing.ranks, _first_failure(missing.votes)
         if failed is not None:
             raise TransitionUnrecoverable(_not_recovered(phase, *failed)) from error
+        return lost
 
     def _settle(self, attempt: _Attempt) -> Exception | None:
         error: Exception | None = None

@@ -8,6 +8,7 @@ import datetime
 import gc
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -548,3 +549,24 @@ def test_a_lost_rank_is_named_in_time(step: str, kind: str) -> None:
         phase, lost, seconds = outcome.value
         assert (phase, lost) == (step, (2,))
         assert seconds < 30
+
+
+def _lose_a_rank_of_the_prepared(rank: int, world: int) -> tuple[int, ...]:
+    units, transition = set_up(rank, world, timeout_s=4.0, group_s=4.0)
+    before = {name: unit.fingerprint() for name, unit in units.items()}
+    transition.prepare(Y, 1, {name: predict(layout) for name, layout in Y.items()})
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost = transition.abort()
+    for name, unit in units.items():
+        assert unit.fingerprint() == before[name]
+        assert unit.alive == 1
+        assert unit.calls[-1] == "settle"
+    return lost
+
+
+def test_what_was_prepared_is_given_up_without_a_lost_rank() -> None:
+    """Whether the old layout needs that rank, the caller knows."""
+    outcomes = run_ranks_outcomes(_lose_a_rank_of_the_prepared, WORLD, timeout_s=90, grace_s=40)
+    assert [outcome.ok for outcome in outcomes] == [True, True, False, True]
+    assert {outcome.value for outcome in outcomes if outcome.ok} == {(2,)}

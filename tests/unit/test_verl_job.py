@@ -12,7 +12,7 @@ from nereus_verl import background, preflight, stamp
 from nereus_verl.background import Started, Window
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
-from nereus_verl.ranks import staying
+from nereus_verl.ranks import Change, staying
 
 from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.gtg.journal import Journal
@@ -388,6 +388,20 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
     said = capsys.readouterr().out
     assert "the old layout trains on: rank 1 in commit: KeyError: 'x'" in said
     assert "step 2: not in the records, which could not be written" in said
+
+
+@pytest.mark.parametrize("phase", ["free_memory", "prepare", "commit", "abort"])
+def test_a_rank_that_was_to_join_may_die_before_the_commit(tmp_path: Path, phase: str) -> None:
+    run = VerlJob(checked(tmp_path, {}), NoRanks())
+    watching = run._watching(phase, Change(NoRanks(), (), 2), 1)
+    answer = watching["without"](1, "the worker process of rank 1 died")
+    assert watching["hopeless"](answer) == ""
+    aborted = {"phase": phase, "rank": 1, "reason": "no answer", "lost_ranks": [1]}
+    assert watching["hopeless"]({"aborted": aborted}) == ""
+    needed = run._watching(phase, None, 1)
+    assert "rank(s) 1 are dead or hung" in needed["hopeless"]({"aborted": aborted})
+    with pytest.raises(WorkersFailed):
+        needed["without"](1, "the worker process of rank 1 died")
 
 
 @pytest.mark.parametrize(

@@ -780,7 +780,7 @@ class VerlJob:
                 return {"report": {}, "failed": failure}
             # Before the commit the old layout is whole without the ranks that were to join. The
             # others abort once they know.
-            before_commit = phase in ("free_memory", "prepare", "commit")
+            before_commit = phase in ("free_memory", "prepare", "commit", "abort")
             if not change.can_lose(rank) or not before_commit:
                 raise WorkersFailed(failure)
             return {"aborted": {"phase": phase, "rank": rank, "reason": failure, "lost_ranks": []}}

@@ -465,11 +465,17 @@ def collect_garbage(worker: Any) -> None:
     OUTSTANDING.collect_left()
 
 
-def abort(worker: Any) -> None:
-    """Drop what was prepared; the old layouts train on. Collective."""
+def abort(worker: Any) -> dict[str, Any]:
+    """Drop what was prepared; the old layouts train on. Collective.
+
+    Returns: {}, or {"aborted": ...} where ranks were lost meanwhile.
+    """
     state: RankState = getattr(worker, STATE)
     state.targets = {}
-    state.transition.abort()
+    lost = state.transition.abort()
+    if not lost:
+        return {}
+    return {"aborted": _abort_reason(TransitionAborted("abort", lost[0], "no answer", lost))}
 
 
 def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
