@@ -721,9 +721,7 @@ class VerlJob:
             call("abort", worker.abort)
             return
         with run.timed("commit"):
-            # Of all units: a process that joins was made as verl's configuration says.
-            values = self._unit_values(self._knobs | run.new_knobs())
-            answers = call("commit", worker.commit, values)
+            answers = call("commit", worker.commit)
         if run.aborted(answers):
             try:
                 self._journal.abort(epoch=run.epoch, reason=run.reason)
@@ -737,7 +735,8 @@ class VerlJob:
             verl_private.forget_dispatch(group)
         with run.timed("release"):
             self._garbage = "hidden_s" in run.background
-            answers = call("release", worker.release, self._garbage)
+            values = self._unit_values(self._knobs)
+            answers = call("release", worker.release, values, self._garbage)
         run.released(answers)
 
     def _prepare_arguments(

@@ -397,12 +397,8 @@ def free_memory(worker: Any, names: Sequence[str], reserve: float = 0.0) -> int 
     return int(free + unused + sum(held.values()) - reserve * total)
 
 
-def commit(worker: Any, unit_values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def commit(worker: Any) -> dict[str, Any]:
     """Switch to the prepared layouts, and let everything verl keeps about them follow.
-
-    Args:
-        unit_values: as in `set_knobs`, of all units: a process that joins was made with
-            what verl's configuration says.
 
     Returns: {}, or {"aborted": ...} where a rank failed before any switched.
     """
@@ -425,7 +421,6 @@ def commit(worker: Any, unit_values: Mapping[str, Mapping[str, Any]]) -> dict[st
             )
             if hasattr(seat.worker, "engine_config"):
                 seat.worker.engine_config = engine.engine_config
-    set_knobs(worker, unit_values)
     return {}
 
 
@@ -440,10 +435,15 @@ def set_knobs(worker: Any, values: Mapping[str, Mapping[str, Any]]) -> None:
         live_knobs.apply(state.engines[name], of_unit)
 
 
-def release(worker: Any, garbage_later: bool = False) -> dict[str, Any]:
-    """Free the old layouts.
+def release(
+    worker: Any, unit_values: Mapping[str, Mapping[str, Any]], garbage_later: bool = False
+) -> dict[str, Any]:
+    """Free the old layouts; then set the knobs, as one that ends offloading takes memory.
 
-    Args: garbage_later: what is left besides their memory waits for `collect_garbage`.
+    Args:
+        unit_values: as in `set_knobs`, of all units: a process that joins was made with what verl's
+            configuration says.
+        garbage_later: what is left besides their memory waits for `collect_garbage`.
 
     Returns: {"report": ..., "failed": reason or ""}; after a failure the new layout is current and
         right, but memory of the old one is still held.
@@ -451,13 +451,17 @@ def release(worker: Any, garbage_later: bool = False) -> dict[str, Any]:
     state: RankState = getattr(worker, STATE)
     state.targets = {}
     OUTSTANDING.later = garbage_later
+    report: dict[str, Any] = {}
+    failed = ""
     try:
         report = state.transition.release().to_dict()
     except ReleaseFailed as error:
-        return {"report": {}, "failed": str(error)}
+        failed = str(error)
     finally:
         OUTSTANDING.later = False
-    return {"report": report, "failed": ""}
+    if state.change is None or state.change.target is not None:  # not one that leaves
+        set_knobs(worker, unit_values)
+    return {"report": report, "failed": failed}
 
 
 def collect_garbage(worker: Any) -> None:
