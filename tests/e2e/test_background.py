@@ -35,6 +35,7 @@ def _waited_s(record: TransitionRecord) -> float:
     return sum(seconds for phase, seconds in record.seconds.items() if "." not in phase)
 
 
+@pytest.mark.full
 def test_hidden_or_why_not(tmp_path: Path) -> None:
     """After step 1 all is well, after 2 the state is trained meanwhile, after 3 a rank fails, after
     4 a step begins that is profiled, after 5 the job is paused meanwhile."""
