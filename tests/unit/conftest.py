@@ -26,6 +26,7 @@ NEEDS = {
     "test_verl_profiler.py": "verl",
     "test_verl_recipes.py": "verl",
     "test_verl_rollout.py": "verl",
+    "test_verl_worker.py": "verl",
 }
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nereus_verl import capabilities, jobconfig, knobs, live_knobs, worker
+from nereus_verl import capabilities, jobconfig, knobs
 from nereus_verl.config import EngineDefaults, NereusConfig, plan_layouts
 from nereus_verl.knobs import Batching, UnitKnobs
 
-from nereus_plugins.gtg.execute import ReleaseFailed
-from nereus_plugins.gtg.report import ReleaseReport
 from nereus_plugins.spec import Layout, SpecError
 from tests.unit.test_verl_config import FSDP, job, models, put
 
@@ -353,29 +350,3 @@ def test_sizes_that_fit() -> None:
     check({"token_budget_tokens": 40}, layout=two_each)
     with pytest.raises(SpecError, match="raise token_budget_tokens to at least 40"):
         check({"token_budget_tokens": 39}, layout=two_each)
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_knobs_are_set_once_the_old_layout_has_given_its_memory_back(
-    leaves: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[Any] = []
-
-    class Transition:
-        def release(self) -> ReleaseReport:
-            done.append("release")
-            if fails:
-                raise ReleaseFailed(1, "no")
-            return ReleaseReport(1, 0)
-
-    state = SimpleNamespace(
-        transition=Transition(),
-        engines={"actor": "engine"},
-        change=SimpleNamespace(target=None) if leaves else None,
-        targets={},
-    )
-    monkeypatch.setattr(live_knobs, "apply", lambda *knobs: done.append(knobs))
-    answer = worker.release(SimpleNamespace(**{worker.STATE: state}), {"actor": {"offload": {}}})
-    assert bool(answer["failed"]) == fails
-    assert done == ["release", *([] if leaves else [("engine", {"offload": {}})])]
