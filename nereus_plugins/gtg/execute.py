@@ -38,6 +38,7 @@ from nereus_plugins.emu.described.base import (
     LocalShard,
     Scalars,
     merge_scalars,
+    unique_storages,
 )
 from nereus_plugins.emu.moves import MoveTable, plan_moves
 from nereus_plugins.emu.storage import ParkedStorages, park
@@ -792,10 +793,9 @@ def _from_host(shards: Sequence[LocalShard], parked: ParkedStorages) -> list[Loc
 def _give_up(source: DescribedUnit, target: DescribedUnit) -> None:
     """Free the memory of a layout that is over, whatever still refers to it: models hang together
     in cycles, and live until somebody collects the garbage."""
-    # By the storage object's own identity: without memory it has no data pointer.
-    kept = {storage._cdata for storage in target.storages()}
-    for storage in source.storages():
-        if storage._cdata not in kept and storage.resizable():
+    kept = unique_storages(target.shards)
+    for identity, storage in unique_storages(source.shards).items():
+        if identity not in kept and storage.resizable():
             storage.resize_(0)
 
 

@@ -33,8 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _together(rank: int, world: int, model: Path, folder: Path) -> bool:
     """Actor, critic and reference in one process; the critic changes, the others stay."""
-    import torch
-
     from tests.dist import verl_engines as ve
 
     ve.on_cpu()
@@ -86,7 +84,7 @@ def _together(rank: int, world: int, model: Path, folder: Path) -> bool:
     assert all(engine_worlds.world_of(engines[name]) is worlds[name] for name in stay)
     assert ve.whole(units) == before
     assert groups() == (3, others)
-    torch.save(ve.take(units), folder / f"start{rank}.pt")
+    ve.save(ve.take(units), folder / f"start{rank}.pt")
     # The weight sync draws one tensor at a time, and other engines may be asked in between.
     lazily = {}
     for name, tensor in engines["actor"].get_per_tensor_param()[0]:
@@ -95,11 +93,11 @@ def _together(rank: int, world: int, model: Path, folder: Path) -> bool:
     assert_equal(lazily, ve.exported(engines["actor"]))
     assert_equal(ve.exported(engines["critic"]), exported)
     train(ve, engines)
-    torch.save(ve.take(units), folder / f"end{rank}.pt")
+    ve.save(ve.take(units), folder / f"end{rank}.pt")
 
     # Back, without a step in between: bitwise what never moved. Then all into other layouts, and
     # actor and critic change places.
-    ve.restore(units, torch.load(folder / f"start{rank}.pt", weights_only=False))
+    ve.restore(units, ve.load(folder / f"start{rank}.pt"))
     ve.move(transition, start)
     assert ve.whole(units) == before
     assert groups() == (3, others)
@@ -116,8 +114,6 @@ def _together(rank: int, world: int, model: Path, folder: Path) -> bool:
 
 def _alone(rank: int, world: int, model: Path, folder: Path) -> Any:
     """verl's own: one engine in the process after the other, from the state that was moved."""
-    import torch
-
     from tests.dist import verl_engines as ve
 
     ve.on_cpu(nereus=False)
@@ -126,9 +122,9 @@ def _alone(rank: int, world: int, model: Path, folder: Path) -> Any:
     for role, layout in (("actor", TP2), ("critic", DP2)):
         engine = ve.build("megatron", model, role, layout)
         assert not hasattr(type(engine).train_batch, "__wrapped__")
-        ve.restore_alone(engine, torch.load(folder / f"start{rank}.pt", weights_only=False)[role])
+        ve.restore_alone(engine, ve.load(folder / f"start{rank}.pt")[role])
         train(ve, {role: engine})
-        end = torch.load(folder / f"end{rank}.pt", weights_only=False)
+        end = ve.load(folder / f"end{rank}.pt")
         ve.assert_same({role: ve.described_alone(engine)}, {role: end[role]})
         parallel_state.destroy_model_parallel()
 

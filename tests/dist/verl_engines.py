@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nereus_plugins.emu import snapshot
+from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.described import DescribedUnit
+from nereus_plugins.emu.described.base import LocalShard
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.execute import RankTransition, TransitionOptions
 from nereus_plugins.gtg.scalars import RNG
@@ -320,6 +322,30 @@ def described_alone(engine: Any) -> DescribedUnit:
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         lr_scheduler=engine.lr_scheduler,
     )
+
+
+def save(units: dict[str, DescribedUnit], path: Path) -> None:
+    torch.save(
+        {
+            name: (
+                [(s.name, s.box.offset, s.box.shape, s.global_shape, s.view) for s in unit.shards],
+                unit.scalars,
+            )
+            for name, unit in units.items()
+        },
+        path,
+    )
+
+
+def load(path: Path) -> dict[str, DescribedUnit]:
+    """What `save` wrote."""
+    return {
+        name: DescribedUnit(
+            [LocalShard(s, Box(at, shape), whole, view) for s, at, shape, whole, view in shards],
+            scalars,
+        )
+        for name, (shards, scalars) in torch.load(path, weights_only=True).items()
+    }
 
 
 def restore_alone(engine: Any, saved: DescribedUnit) -> None:

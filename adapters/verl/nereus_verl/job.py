@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereus_plugins.control import by_ray, messages
 from nereus_plugins.control.inbox import Inbox
@@ -58,6 +58,16 @@ class TransitionFailed(RuntimeError):
 class RolloutFailed(TransitionFailed):
     """The training state is in its new layout, but the rollout could not follow: the job must end.
     A checkpoint can be saved first."""
+
+
+class _Asked(NamedTuple):
+    """The arguments of `VerlJob.transition`."""
+
+    targets: Mapping[str, Layout]
+    where: str
+    leave: Sequence[int]
+    unit_knobs: Mapping[str, UnitKnobs]
+    rollout: RolloutPlan
 
 
 class VerlJob:
@@ -279,9 +289,8 @@ class VerlJob:
             due = self._due(step)
             if due is None:
                 return {}
-            targets, where, leave, unit_knobs, rollout = due
-            after = {**self._knobs, **unit_knobs}
-            change, changes = self._changes(targets, where, leave, after, rollout)
+            after = {**self._knobs, **due.unit_knobs}
+            change, changes = self._changes(due.targets, due.where, due.leave, after, due.rollout)
         except SpecError:
             return {}  # the boundary says so
         # Where ranks join or leave, everything waits: claiming them beside generation was not run.
@@ -303,23 +312,17 @@ class VerlJob:
         self._started = Started(epoch, changes, window, submitted, obstacle)
         self._inbox.doing("prepare, in the background", step)
 
-    def _due(
-        self, step: int
-    ) -> (
-        tuple[Mapping[str, Layout], str, Sequence[int], Mapping[str, UnitKnobs], RolloutPlan] | None
-    ):
-        """The arguments of the `transition` that is due, None if none is. Raises: SpecError."""
+    def _due(self, step: int) -> _Asked | None:
+        """What is due, None if nothing is. Raises: SpecError."""
         if step in self.checked.targets:
             return None if self._inbox.paused else self._scheduled(step)
         plan = self._inbox.pending_plan()
         return None if plan is None else self._targets(plan)
 
-    def _scheduled(
-        self, step: int
-    ) -> tuple[Mapping[str, Layout], str, Sequence[int], Mapping[str, UnitKnobs], RolloutPlan]:
-        """The arguments of the `transition` that is scheduled after `step`. What its plan leaves
-        out of knobs and rollout stays as it is in force: submitted plans may have changed it since
-        the schedule was checked, or a rollout may not have followed. Raises: SpecError."""
+    def _scheduled(self, step: int) -> _Asked:
+        """What is scheduled after `step`. What its plan leaves out of knobs and rollout stays as it
+        is in force: submitted plans may have changed it since the schedule was checked, or a
+        rollout may not have followed. Raises: SpecError."""
         checked, where = self.checked, f"nereus.schedule.{step}"
         targets, plan = checked.targets[step], checked.nereus.schedule[step]
         unit_knobs = knobs.plan_knobs(
@@ -332,7 +335,7 @@ class VerlJob:
             world=_world(self._layouts | dict(targets)),
             where=where,
         )
-        return targets, where, checked.leave[step], unit_knobs, rollout
+        return _Asked(targets, where, checked.leave[step], unit_knobs, rollout)
 
     def _drop_started(self) -> None:
         """Give up what was prepared, if anything still is: it is not what was due.
@@ -414,22 +417,22 @@ class VerlJob:
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
         layouts, now = dict(self._layouts), dict(self._knobs)
-        targets, _, leave, unit_knobs, rollout = self._targets(plan)
-        changes = [f"{n} {layouts[n]} -> {t}" for n, t in targets.items() if t != layouts[n]]
+        asked = self._targets(plan)
+        changes = [f"{n} {layouts[n]} -> {t}" for n, t in asked.targets.items() if t != layouts[n]]
         changes += [
-            f"{n} {change}" for n, new in unit_knobs.items() for change in now[n].changes_to(new)
+            f"{n} {change}"
+            for n, new in asked.unit_knobs.items()
+            for change in now[n].changes_to(new)
         ]
-        changes += [f"ranks {', '.join(map(str, leave))} leave"] if leave else []
+        changes += [f"ranks {', '.join(map(str, asked.leave))} leave"] if asked.leave else []
         before = self._rollout.plan
-        changes += [f"rollout {before} -> {rollout}"] if rollout != before else []
+        changes += [f"rollout {before} -> {asked.rollout}"] if asked.rollout != before else []
         if not changes:
             raise SpecError(f"nothing to change: {_listed(layouts)} is in force")
         return ", ".join(changes)
 
-    def _targets(
-        self, plan: Mapping[str, Any]
-    ) -> tuple[dict[str, Layout], str, tuple[int, ...], dict[str, UnitKnobs], RolloutPlan]:
-        """The arguments of `transition`. Raises: SpecError if the plan cannot be run."""
+    def _targets(self, plan: Mapping[str, Any]) -> _Asked:
+        """What a submitted plan asks for. Raises: SpecError if it cannot be run."""
         checked = self.checked
         plan = check_plan(plan, SUBMITTED)
         layouts = dict(self._layouts)
@@ -443,7 +446,7 @@ class VerlJob:
             world=_world(layouts | targets),
             where=SUBMITTED,
         )
-        return targets, SUBMITTED, leave, unit_knobs, rollout
+        return _Asked(targets, SUBMITTED, leave, unit_knobs, rollout)
 
     def _listen(self, run_id: str) -> None:
         self._inform()

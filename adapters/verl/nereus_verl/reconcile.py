@@ -138,8 +138,8 @@ class Rollout:
         self.plan = target
         try:
             launched = self._launch(target, same, report)
-            self._sync(launched, step, report)
-            self._check(launched, report)
+            sent = self._sync(launched, step, report)
+            self._check(launched, sent, report)
         except (WorkersFailed, _DidNotFollow):
             raise
         except Exception as error:  # verl's and the engines' own
@@ -153,12 +153,12 @@ class Rollout:
         """End and launch replicas; those that were launched, by number."""
         trainer, seconds = self._ranks.trainer, report.seconds
         replicas = {int(one.replica_rank): one for one in verl_private.replicas_of(trainer)}
-        workers = [worker._actor_id for worker in self._ranks.workers]
+        workers = verl_private.identities(self._ranks.workers)
         wanted = {
             n: workers[target.ranks * n : target.ranks * (n + 1)]
             for n in range(target.replicas(len(workers)))
         }
-        now = {n: verl_private.workers_served(one) for n, one in replicas.items()}
+        now = {n: verl_private.identities(one.workers) for n, one in replicas.items()}
         stay = kept(now, wanted, same_launch)
         gone, new = [n for n in now if n not in stay], [n for n in wanted if n not in stay]
         with Timed(seconds, "end"):
@@ -184,7 +184,10 @@ class Rollout:
         if self._backend is not None:
             self._backend.end(replicas, self._ranks.setup.timeout_s)
 
-    def _sync(self, launched: Mapping[int, Any], step: int, report: RolloutReport) -> None:
+    def _sync(
+        self, launched: Mapping[int, Any], step: int, report: RolloutReport
+    ) -> Mapping[str, str]:
+        """Returns: fingerprints of the weights that were streamed, by name."""
         assert self._backend is not None
         limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE
         for replica in verl_private.replicas_of(self._ranks.trainer):
@@ -194,9 +197,12 @@ class Rollout:
             verl_private.sync_rollout(self._ranks.trainer, step)
         answers = self._call("sync_rollout", rollout_worker.watched)
         _require_none([answer["failed"] for answer in answers])
-        self._sent: Mapping[str, str] = answers[0]["sent"]
+        sent: Mapping[str, str] = answers[0]["sent"]
+        return sent
 
-    def _check(self, launched: Mapping[int, Any], report: RolloutReport) -> None:
+    def _check(
+        self, launched: Mapping[int, Any], sent: Mapping[str, str], report: RolloutReport
+    ) -> None:
         """Compare what every replica holds with what was streamed to it."""
         assert self._backend is not None
         limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE
@@ -204,7 +210,7 @@ class Rollout:
             for replica in verl_private.replicas_of(self._ranks.trainer):
                 number = int(replica.replica_rank)
                 for held in self._backend.held(replica, limit_s):
-                    wrong = fingerprint.differences(self._sent, held)
+                    wrong = fingerprint.differences(sent, held)
                     if wrong:
                         raise _DidNotFollow(
                             f"replica {number} holds other weights than were synced to it: "
@@ -215,8 +221,8 @@ class Rollout:
                     parts = dict(self._backend.launch_parts(replica, limit_s))
                     one = {"server": replica.server_address, "seconds": parts}
                     report.replicas[number] = one
-        report.fingerprint = fingerprint.of_all(self._sent)
-        report.tensors = len(self._sent)
+        report.fingerprint = fingerprint.of_all(sent)
+        report.tensors = len(sent)
 
     def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
         limit_s = self._ranks.setup.timeout_s * DRIVER_PATIENCE

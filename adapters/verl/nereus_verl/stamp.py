@@ -7,12 +7,12 @@ is not the one the job's command line says.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import Layout, SpecError
+from nereus_plugins.trace import files
 from nereus_verl import jobconfig
 from nereus_verl.knobs import UnitKnobs, knob_settings
 from nereus_verl.rollout import RolloutPlan
@@ -60,9 +60,7 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
+    files.replace(path, (json.dumps(stamp, indent=2), "\n"))
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
@@ -148,15 +148,12 @@ class NereusTrainer(PPOTrainerSync):
         return super()._compute_reward_colocate(*args, **kwargs)
 
     def _follow(self, job: VerlJob) -> None:
-        """Write the layout in force into the driver's configuration, for later readers."""
-        with open_dict(self.config):
-            for name, unit in job.checked.units.items():
-                settings = jobconfig.layout_settings(unit, job.layout(name))
-                settings |= knobs.knob_settings(job.checked.config, unit, job.unit_knobs(name))
-                for path, value in settings.items():
-                    OmegaConf.update(self.config, path, value)
-            for path, value in job.rollout().settings().items():
-                OmegaConf.update(self.config, path, value)
+        """Write the layouts and knobs in force into the driver's configuration, for later readers.
+        (Those of the rollout are there: its servers were launched by them.)"""
+        for name, unit in job.checked.units.items():
+            settings = jobconfig.layout_settings(unit, job.layout(name))
+            settings |= knobs.knob_settings(job.checked.config, unit, job.unit_knobs(name))
+            verl_private.set_settings(self.config, settings)
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's balancing, such that every optimizer step still sees the same samples."""

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 TESTED = ("0.9.1",)
 _LOCAL_RANKS = "RAY_LOCAL_WORLD_SIZE"
@@ -388,6 +388,13 @@ def set_config(config: Any, **values: Any) -> None:
         object.__setattr__(config, name, value)
 
 
+def set_settings(config: DictConfig, settings: Mapping[str, Any]) -> None:
+    """Set verl's settings, dotted path to value, also those that its configuration lacks."""
+    with open_dict(config):
+        for path, value in settings.items():
+            OmegaConf.update(config, path, value)
+
+
 def set_offload(engine: Any, param_offload: bool, optimizer_offload: bool) -> None:
     """What an engine keeps in host memory between stages; moves nothing."""
     engine._is_offload_param, engine._is_offload_optimizer = param_offload, optimizer_offload
@@ -514,9 +521,8 @@ def forget_rollout(role: Any) -> None:
 def set_rollout_config(role: Any, settings: Mapping[str, Any]) -> None:
     """Set what `build_rollout` reads. Args: settings: dotted path in verl's configuration ->
     value, below "actor_rollout_ref"."""
-    with open_dict(role.config):
-        for path, value in settings.items():
-            OmegaConf.update(role.config, path.removeprefix("actor_rollout_ref."), value)
+    below = {path.removeprefix("actor_rollout_ref."): value for path, value in settings.items()}
+    set_settings(role.config, below)
 
 
 def build_rollout(role: Any) -> None:
@@ -701,17 +707,15 @@ def replicas_of(trainer: Any) -> list[Any]:
     return list(trainer.llm_server_manager.rollout_replicas)
 
 
-def workers_served(replica: Any) -> tuple[Any, ...]:
-    """Identities of the worker processes that a replica is for, by rank."""
-    return tuple(worker._actor_id for worker in replica.workers)
+def identities(workers: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells worker processes apart: handles of the same one need not be equal."""
+    return tuple(worker._actor_id for worker in workers)
 
 
 def set_rollout_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
     """Have replicas that are launched from now on, and processes that join, follow `settings`
     (dotted path to value)."""
-    with open_dict(trainer.config):
-        for path, value in settings.items():
-            OmegaConf.update(trainer.config, path, value)
+    set_settings(trainer.config, settings)
     manager = trainer.llm_server_manager
     manager.rollout_config = trainer.config.actor_rollout_ref.rollout
 

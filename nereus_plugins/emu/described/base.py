@@ -85,7 +85,7 @@ class DescribedUnit:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Every allocation that holds a shard, once, in order of first use."""
-        return list(_unique_storages(self.shards).values())
+        return list(unique_storages(self.shards).values())
 
     def table(self, rank: int) -> ShardTable:
         """Metadata of this rank's shards; row i is `shards[i]`.
@@ -96,7 +96,7 @@ class DescribedUnit:
         Raises:
             TableError: two shards disagree about the shape or dtype of one tensor.
         """
-        storages = _unique_storages(self.shards)
+        storages = unique_storages(self.shards)
         keys = {pointer: key for key, pointer in enumerate(storages)}
         return ShardTable.from_shards(
             rank,
@@ -118,7 +118,8 @@ def _pointer(view: torch.Tensor) -> int:
     return view.untyped_storage()._cdata
 
 
-def _unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedStorage]:
+def unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedStorage]:
+    """Every allocation that holds one of `shards`, once, by its identity in this process."""
     out: dict[int, torch.UntypedStorage] = {}
     for shard in shards:
         out.setdefault(_pointer(shard.view), shard.view.untyped_storage())
