@@ -172,9 +172,9 @@ def _build(args: argparse.Namespace) -> None:
     name, setting = args.name or args.out.stem, _setting(args, args.gpus_max)
     if args.records is not None:
         own = ("lengths", "run", "availability", "tail", "steps", "max_response")
-        for name in own:
-            if getattr(args, name) is not None:
-                option = f"--{name.replace('_', '-')}"
+        for unused in own:
+            if getattr(args, unused) is not None:
+                option = f"--{unused.replace('_', '-')}"
                 raise SpecError(f"--records has its own conditions: leave {option} out")
         made = build.from_records(name, setting, args.records, args.seed)
     else:

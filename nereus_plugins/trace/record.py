@@ -206,12 +206,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     A last line without its newline (the job died while writing) is passed over.
     Raises: RecordError naming file and line; FileNotFoundError.
     """
-    file = _file_of(path)
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                return
-            yield _parse_line(file, number, line)
+    return NewRecords(path).read()
 
 
 class NewRecords:

@@ -131,6 +131,7 @@ def test_a_live_jobs_records_replay_step_by_step(tmp_path: Path) -> None:
     args = ["trace", "build", "--records", str(tmp_path), "--gpus-max", "4", "-o", str(out)]
     assert main(args) == 0
     made = load(out)
+    assert made.name == "replay"
     assert made.gpus == ((0, 2), (2, 4), (5, 1))
     assert made.mean_response_tokens == (10, 20, 30, 40, 50, 61)
     assert main([*args, "--gpus-max", "2"]) == 2
