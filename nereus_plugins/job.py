@@ -6,6 +6,7 @@ else of the framework. Adapters register under the entry-point group `nereus.job
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -68,6 +69,20 @@ class UnitInfo:
 
 
 @dataclass(frozen=True)
+class Gpus:
+    """Which GPUs a job may use. Devices are numbered, and those that go are the last.
+
+    available: devices 0 .. available-1 may be used by the step that comes next.
+    leaving: how many of these, the last ones, have been given notice.
+    notice_s: seconds until those must have been left; infinite where none leaves.
+    """
+
+    available: int
+    leaving: int = 0
+    notice_s: float = math.inf
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A plan offered for an epoch; stale once the job's epoch has moved on."""
 
@@ -95,6 +110,10 @@ class JobPort(Protocol):
         ...
 
     def units(self) -> tuple[UnitInfo, ...]: ...
+
+    def gpus(self) -> Gpus:
+        """Grants and revocations as they stand; more than the plan in force uses, or fewer."""
+        ...
 
     def execute(self, proposal: Proposal) -> TransitionRecord:
         """Run one transition now, as a transaction; the record says how it ended.

@@ -17,6 +17,7 @@ from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.gtg.compile import InfeasibleTransition
 from nereus_plugins.job import (
     Capabilities,
+    Gpus,
     Proposal,
     StageCapability,
     StaleProposal,
@@ -119,6 +120,9 @@ class SimulatedJob:
             trainable = unit.optimizer is not None
             out.append(UnitInfo(unit.name, unit.model, stages, layout, trainable))
         return tuple(out)
+
+    def gpus(self) -> Gpus:
+        return Gpus(self.available())
 
     def execute(self, proposal: Proposal) -> TransitionRecord:
         """One transition by its graph.

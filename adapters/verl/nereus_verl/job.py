@@ -17,7 +17,7 @@ from nereus_plugins.control.inbox import Inbox
 from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import Timed, merge_unit_reports
-from nereus_plugins.job import Capabilities, Proposal, StaleProposal, UnitInfo
+from nereus_plugins.job import Capabilities, Gpus, Proposal, StaleProposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
@@ -174,6 +174,9 @@ class VerlJob:
 
     def epoch(self) -> int:
         return self._epoch
+
+    def gpus(self) -> Gpus:
+        return Gpus(self.world_size())
 
     def observe(self) -> StepRecord | None:
         return self._last
