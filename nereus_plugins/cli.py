@@ -44,6 +44,12 @@ def _sim(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _ab(arguments: Sequence[str]) -> int:
+    from nereus_plugins.report.cli import main
+
+    return main(arguments)
+
+
 def _plan(arguments: Sequence[str]) -> int:
     from nereus_plugins.planner.cli import main
 
@@ -99,6 +105,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "records": ("show what a run's records say: steps, transitions", _records),
     "trace": ("logs as records; series and records as traces to simulate", _trace),
     "sim": ("policies on a trace, on a simulated cluster", _sim),
+    "ab": ("policies or jobs side by side: figures and differences with intervals", _ab),
     "transition": ("submit a plan to a live job", _control("transition")),
     "status": (
         "a job's plan, last steps, memory and transitions; live or from its records",

@@ -54,6 +54,7 @@ sys.meta_path.insert(0, Block())
         "nereus_plugins.trace.record",
         "nereus_plugins.trace.cli",
         "nereus_plugins.sim.cli",
+        "nereus_plugins.report.cli",
         "nereus_plugins.cli",
         "nereus_plugins.control.cli",
         "nereus_plugins.control.server",
