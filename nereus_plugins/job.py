@@ -47,6 +47,10 @@ class Capabilities:
     coupled: groups of model-stages that must always share one layout.
     devices_fixed: whether the set of ranks must stay as it is.
     refused: features that keep a job from being adapted at all, whether this job uses them or not.
+    colocated: whether every stage works on all ranks, in their order.
+    dp_divides: samples that the dp of every training-engine stage must divide; None: any dp.
+    least_budget_tokens: what a micro-batch by token budget must hold at least, over all ranks that
+        share a sequence.
     """
 
     framework: str
@@ -55,6 +59,9 @@ class Capabilities:
     coupled: tuple[frozenset[ModelStage], ...]
     devices_fixed: bool
     refused: tuple[Refusal, ...]
+    colocated: bool = False
+    dp_divides: int | None = None
+    least_budget_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ from .case import Batch, Case, uneven_stages
 from .communication import Group, collective_s
 from .hardware import GPU, GPUS, Network, find_gpu
 from .job import JobSpec
-from .memory import OUTSIDE_TORCH_BYTES, Memory, memory, state_bytes
+from .memory import Memory, memory, state_bytes
 from .models import as_shape
 from .pools import Pools, pool_of, pools_of
-from .rollout import ENGINE_BYTES, cache_bytes_per_token, engine_weight_bytes, rollout
+from .rollout import cache_bytes_per_token, engine_weight_bytes, rollout
 from .shape import Shape
 from .step import Part, Step, step
 
@@ -352,7 +352,7 @@ def estimate(
         if calibration is not None:
             factor = calibration.bytes(stage, plan.assignments[stage], own) / own
             own, reserved = own * factor, reserved * factor
-        held = reserved + beside + OUTSIDE_TORCH_BYTES
+        held = reserved + beside + context.gpu(stage).context_bytes
         stages[stage] = StageEstimate(
             stage=stage,
             assignment=plan.assignments[stage],
@@ -457,7 +457,7 @@ def _unit_resting_bytes(context: _Context, stage: ModelStage) -> float:
         total += value
     if case.software.backend == "deepspeed":
         # OpenRLHF's models are processes of their own on a GPU, each with a CUDA context.
-        total += OUTSIDE_TORCH_BYTES
+        total += context.gpu(stage).context_bytes
     return total
 
 
@@ -491,7 +491,8 @@ def _resting(
         if devices & set(context.assignments[home].devices):
             value = _unit_resting_bytes(context, home)
             if context.job.updates_together and {stage, home} == {S.ACTOR_TRAIN, S.CRITIC_TRAIN}:
-                value = _model_stage(context, home)[1].reserved_bytes + OUTSIDE_TORCH_BYTES
+                value = _model_stage(context, home)[1].reserved_bytes
+                value += context.gpu(home).context_bytes
             if value > 0:
                 out[unit] = value
     engine = context.assignments.get(S.ACTOR_GENERATE)
@@ -513,7 +514,7 @@ def _generate(
     shape = context.shape(S.ACTOR_GENERATE)
     fraction = assignment.knobs.rollout_memory_fraction or 0.6
     weights = engine_weight_bytes(shape, layout)
-    budget = fraction * gpu.memory_bytes - weights - ENGINE_BYTES
+    budget = fraction * gpu.memory_bytes - weights - gpu.engine_bytes
     per_token = cache_bytes_per_token(shape, layout)
     _, _, longest = sequence_moments(workload)
     made = None
@@ -548,7 +549,7 @@ def _generate(
     bytes_parts = (
         Part("weights", weights, "engine weights / (tp * pp), bf16"),
         Part("kv_cache", max(0.0, budget), f"{fraction:g} of the GPU less weights and engine"),
-        Part("framework", ENGINE_BYTES, "engine activations, captured graphs"),
+        Part("framework", gpu.engine_bytes, "engine activations, captured graphs"),
     )
     return seconds, bytes_parts
 
@@ -700,7 +701,8 @@ def rollout_cost(
     gpu = resolve_gpu(cluster)
     shape = as_shape(job.actor)
     fraction = placed.knobs.rollout_memory_fraction or 0.6
-    budget = fraction * gpu.memory_bytes - engine_weight_bytes(shape, placed.layout) - ENGINE_BYTES
+    taken = engine_weight_bytes(shape, placed.layout) + gpu.engine_bytes
+    budget = fraction * gpu.memory_bytes - taken
     if budget <= 0:
         return None
     made = rollout(

@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any
 
 GIB = 1024**3
+CPU = "cpu"  # name and architecture of a rank on CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class GPU:
         host_bytes_s: PCIe or C2C bandwidth to host memory, one direction.
         fp32_flops: fp32 peak on CUDA cores.
         sms: streaming multiprocessors.
-        kernels: measured table that stands for it: a100_sxm, h100_sxm or h200_sxm.
+        kernels: measured table that stands for it: a100_sxm, h100_sxm or h200_sxm; "" for a device
+            without one, whose rates are taken to be reached at every size.
         measured: whether that table was measured on this very GPU.
         architecture: ampere, hopper, ada, volta or blackwell; picks the attention kernel.
         sustained: part of the measured GEMM rate that lasts under the power cap (fitted where
@@ -40,6 +42,13 @@ class GPU:
         clocks: clock rate against the GPU that the tables were measured on, where a lower power
             cap holds it down; slows everything that runs on the multiprocessors.
         cublas_workspace_bytes: workspace that cuBLAS and TransformerEngine allocate.
+        context_bytes: outside torch: CUDA context, loaded kernels and NCCL channels, about 1 GiB
+            on recent drivers, seen as the difference between nvidia-smi and
+            torch.cuda.memory_reserved.
+        framework_bytes: small buffers of training frameworks.
+        engine_bytes: what a rollout engine needs beyond weights and cache (assumed): its profiling
+            run's activations, graphs.
+        unused_bytes: reserved by the caching allocator whatever runs.
         source: where the datasheet values come from.
     """
 
@@ -59,6 +68,10 @@ class GPU:
     sustained_from: str
     clocks: float = 1.0
     cublas_workspace_bytes: int = 4 << 20
+    context_bytes: float = 1.2 * GIB
+    framework_bytes: float = 64 * 2**20
+    engine_bytes: float = 2.5e9
+    unused_bytes: float = 0.2e9
     source: str
 
 
@@ -250,6 +263,30 @@ _GPUS = (
         sustained_from=_A,
         source="NVIDIA Ada GPU architecture paper: fp16 with fp32 accumulate; PCIe gen 4 between "
         "GPUs",
+    ),
+    # A rank on CPU, nominal: what it really does is what the running job teaches. Its memory is
+    # counted to the byte (nereus_cpu.memory), so nothing lies beside what tensors take.
+    GPU(
+        name=CPU,
+        memory_bytes=_seen(4.0),
+        bf16_flops=30e9,
+        fp8_flops=30e9,
+        hbm_bytes_s=8e9,
+        nvlink_bytes_s=1e9,
+        host_bytes_s=8e9,
+        fp32_flops=30e9,
+        sms=1,
+        kernels="",
+        measured=False,
+        architecture=CPU,
+        sustained=1.0,
+        sustained_from="nominal",
+        cublas_workspace_bytes=0,
+        context_bytes=0.0,
+        framework_bytes=0.0,
+        engine_bytes=0.0,
+        unused_bytes=0.0,
+        source="nominal: one core",
     ),
 )
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _GPUS}

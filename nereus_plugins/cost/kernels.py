@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -23,6 +24,8 @@ from .hardware import GPU, find_gpu
 _MEASURED_ON = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_80gb", "h200_sxm": "h200"}
 # Time to launch a kernel: the floor of every latency in the tables.
 LAUNCH_S = 2.0e-6
+# Of a collective on a device without a table, each rank's: assumed, gloo between processes.
+UNMEASURED_LATENCY_S = 1.0e-4
 
 
 @functools.cache
@@ -71,6 +74,11 @@ def _gemm_grid(system: str) -> _Grid:
     return _Grid(tuple(list(np.log(a)) for a in axes), np.log(roof / seconds))
 
 
+def _efficiency(gpu: GPU, grid: Callable[[str], _Grid], *point: float) -> float:
+    """Of the roofline, as the table that stands for the GPU has it."""
+    return grid(gpu.kernels).at(*point) if gpu.kernels else 1.0
+
+
 @functools.lru_cache(maxsize=200_000)
 def gemm_s(gpu: GPU, m: int, n: int, k: int, *, fp8: bool = False) -> float:
     """Seconds of one (m, k) x (k, n) product in bf16, as measured in isolation.
@@ -83,10 +91,9 @@ def gemm_s(gpu: GPU, m: int, n: int, k: int, *, fp8: bool = False) -> float:
     roof = max(2 * m * n * k / flops, traffic / gpu.hbm_bytes_s)
     # An SM's tile count, not the shape alone, sets how well a GEMM fills the GPU: GPUs with a
     # higher peak need more rows for the same efficiency.
-    measured_on = find_gpu(_MEASURED_ON[gpu.kernels])
-    shrink = measured_on.bf16_flops / flops
+    shrink = find_gpu(_MEASURED_ON[gpu.kernels]).bf16_flops / flops if gpu.kernels else 1.0
     rows = m * min(1.0, shrink) if shrink < 1.0 else m
-    return roof / _gemm_grid(gpu.kernels).at(max(1.0, rows), n, k) + LAUNCH_S
+    return roof / _efficiency(gpu, _gemm_grid, max(1.0, rows), n, k) + LAUNCH_S
 
 
 @functools.cache
@@ -150,8 +157,8 @@ def attention_s(
     # FA2 and FA3 papers' figures show.
     if head_dim < 96:
         factor *= 0.67 if gpu.architecture in ("hopper", "blackwell") else 0.85
-    efficiency = _context_grid(gpu.kernels).at(
-        max(1.0, batch * query_part), max(1.0, seq), max(1.0, heads)
+    efficiency = _efficiency(
+        gpu, _context_grid, max(1.0, batch * query_part), max(1.0, seq), max(1.0, heads)
     )
     return flops * (2.5 if backward else 1.0) / (gpu.bf16_flops * efficiency * factor) + LAUNCH_S
 
@@ -174,8 +181,8 @@ def decode_attention_s(
     Reads keys and values once: batch * context * kv_heads * head_dim * 2 tensors * 2 bytes.
     """
     traffic = batch * context * kv_heads * head_dim * 4.0
-    efficiency = _decode_grid(gpu.kernels).at(
-        max(1.0, batch), max(1.0, context), max(1.0, kv_heads)
+    efficiency = _efficiency(
+        gpu, _decode_grid, max(1.0, batch), max(1.0, context), max(1.0, kv_heads)
     )
     return traffic / (gpu.hbm_bytes_s * efficiency) + LAUNCH_S
 
@@ -188,6 +195,8 @@ def nccl_s(gpu: GPU, op: str, ranks: int, nbytes: float) -> float:
     """
     if ranks <= 1 or nbytes <= 0:
         return 0.0
+    if not gpu.kernels:
+        return ranks * UNMEASURED_LATENCY_S + (ranks - 1) / ranks * nbytes / gpu.nvlink_bytes_s
     table = max(r for r in (2, 4, 8) if r <= max(2, ranks))
     size = _archive()[f"{gpu.kernels}/nccl/{op}/{table}/bytes"]
     seconds = _archive()[f"{gpu.kernels}/nccl/{op}/{table}/s"]

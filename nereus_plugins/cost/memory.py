@@ -1,7 +1,7 @@
 """Peak bytes on the fullest GPU of one model in training, or in a forward pass.
 
 Allocated is what PyTorch's tensors take; reserved is what its caching allocator holds for them. The
-CUDA context and NCCL's own buffers lie outside both (`OUTSIDE_TORCH_BYTES`).
+CUDA context and NCCL's own buffers lie outside both (`GPU.context_bytes`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from .case import Case
+from .hardware import GPU
 from .step import Part, lora_params, stage_params
 
-# CUDA context, loaded kernels and NCCL channels: about 1 GiB on recent drivers, seen as the
-# difference between nvidia-smi and torch.cuda.memory_reserved.
-OUTSIDE_TORCH_BYTES = 1.2 * 1024**3
+# Of a GPU; a nominal device may have less.
+OUTSIDE_TORCH_BYTES: float = GPU.context_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +320,7 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
         kinds = (stage > 0) + 2 * (not last)
         between = kinds * row * case.batch.micro_batches * lay.vpp
     working = _working_bytes(case, tokens, moe=moe)
-    framework = 2.0 * case.gpu.cublas_workspace_bytes + 64 * 2**20
+    framework = 2.0 * case.gpu.cublas_workspace_bytes + case.gpu.framework_bytes
     kept_total = kept * in_flight
 
     def peak(moment: str, **parts: tuple[float, str]) -> Memory:
@@ -390,4 +390,5 @@ def reserved_bytes(case: Case, allocated: float, parts: list[Part]) -> float:
         for p in parts
         if p.name in ("activations", "logits", "working", "communication", "gradients")
     )
-    return allocated + 2.0 * _FRAGMENTED[case.software.expandable_segments] * moving + 0.2e9
+    unfit = 2.0 * _FRAGMENTED[case.software.expandable_segments] * moving
+    return allocated + unfit + case.gpu.unused_bytes

@@ -27,8 +27,6 @@ from .step import Part
 # b sequences beside the captured graph (vLLM's V1 engine overlaps some of it).
 HOST_STEP_S = 1.5e-3
 HOST_SEQUENCE_S = 5.0e-6
-# Assumed: bytes an engine needs beyond weights and cache: its profiling run's activations, graphs.
-ENGINE_BYTES = 2.5e9
 # All-reduce inside the engine's tp group is a custom kernel for small messages.
 SMALL_ALL_REDUCE_S = 8e-6
 

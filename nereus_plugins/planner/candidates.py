@@ -115,10 +115,13 @@ def layouts(
                             )  # fmt: skip
 
 
-def knob_choices(workload: WorkloadSpec, *, trains: bool) -> Iterator[Knobs]:
-    """Token budgets from the longest sequence up, and recompute; offload comes with the costs."""
+def knob_choices(workload: WorkloadSpec, *, trains: bool, least_budget: int = 0) -> Iterator[Knobs]:
+    """Token budgets from the longest sequence up, and recompute; offload comes with the costs.
+
+    least_budget: tokens that a budget has at least.
+    """
     _, _, longest = sequence_moments(workload)
-    base = max(4096, -(-round(longest) // 1024) * 1024)
+    base = max(4096, -(-max(round(longest), least_budget) // 1024) * 1024)
     recomputes = ("none", "full") if trains else ("none",)
     for budget in (base, 3 * base):
         for recompute in recomputes:
@@ -156,6 +159,7 @@ def unit_candidates(
     uneven: bool = True,
     only: frozenset[Choice] | None = None,
     each_layout: bool = False,
+    least_budget: int = 0,
 ) -> tuple[list[Candidate], frozenset[Choice]]:
     """Costed candidates of a unit of the training engine; what cannot be goes to `reject`.
 
@@ -166,6 +170,7 @@ def unit_candidates(
             a transition has no layout that says so: only plans to launch may.
         in_force: its layout and knobs are choices as well.
         only: cost just these, as an earlier call returned them.
+        least_budget: see `knob_choices`.
         each_layout: keep the best of every layout, for units that must share one; of DeepSpeed
             all, since one command sets layout and knobs of all its models.
     """
@@ -174,7 +179,7 @@ def unit_candidates(
     _, _, longest = sequence_moments(workload)
     made: list[Candidate] = []
     choice_of: list[Choice] = []
-    sizes = list(knob_choices(workload, trains=trains))
+    sizes = list(knob_choices(workload, trains=trains, least_budget=least_budget))
     if only is not None:
         known = sorted({layout for layout, _ in only}, key=str)
     else:

@@ -40,6 +40,9 @@ class Coupled(NamedTuple):
     coupled: tuple[frozenset[ModelStage], ...]
     stages: Mapping[ModelStage, StageChanges] = {}
     devices_fixed: bool = False
+    colocated: bool = False
+    dp_divides: int | None = None
+    least_budget_tokens: int = 0
 
 
 def limits_of(job: JobSpec) -> Coupled | None:

@@ -20,11 +20,11 @@ from nereus_plugins.cost.estimate import (
     Calibration,
     Estimate,
     estimate,
+    resolve_gpu,
     sequence_moments,
     weight_sync_floor_s,
 )
 from nereus_plugins.cost.job import JobSpec
-from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.cost.models import as_shape
 from nereus_plugins.cost.pools import Pool, Pools, pool_of, pools_of
 from nereus_plugins.spec import (
@@ -74,6 +74,15 @@ class Changes(Protocol):
 
     @property
     def devices_fixed(self) -> bool: ...
+
+    @property
+    def colocated(self) -> bool: ...
+
+    @property
+    def dp_divides(self) -> int | None: ...
+
+    @property
+    def least_budget_tokens(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,7 +436,8 @@ def plan(
     pools = pools_of(cluster)
 
     def capacity(pool: Pool) -> float:
-        return pool.cluster.gpu.memory_bytes * (1.0 - MARGIN) - OUTSIDE_TORCH_BYTES
+        gpu = resolve_gpu(pool.cluster)
+        return gpu.memory_bytes * (1.0 - MARGIN) - gpu.context_bytes
 
     rejected = _Rejected()
     units = units_of(job)
@@ -452,7 +462,9 @@ def plan(
             in_force = current.assignments.get(stage) if current is not None else None
 
             def allowed(layout: Layout, knobs: Knobs) -> bool:
-                return _allowed(capabilities, current, stage, layout, knobs)
+                return _possible(capabilities, stage, layout, knobs) and _allowed(
+                    capabilities, current, stage, layout, knobs
+                )
 
             if name == "rollout":
                 made = rollout_candidates(
@@ -464,6 +476,7 @@ def plan(
                     rejected, capacity(pool), in_force=in_force,
                     each_layout=name in coupled or job.backend == "deepspeed",
                     only=held.choices.get(key) if held else None, uneven=current is None,
+                    least_budget=capabilities.least_budget_tokens if capabilities else 0,
                 )  # fmt: skip
             cache[key] = made
         return cache[key]
@@ -481,6 +494,8 @@ def plan(
             for size in usable_sizes(total, cluster.gpus_per_node)
             for placement in _placements(job, size, cluster.gpus_per_node)
         ]
+    if capabilities is not None and capabilities.colocated:
+        placements = [one for one in placements if len({*one.values()}) == 1]
 
     def fastest_rollout_s(placement: Mapping[str, Place]) -> float:
         if "rollout" not in placement:
@@ -634,6 +649,19 @@ def _nothing_fits(rejected: _Rejected, job: JobSpec, gpus: int) -> str:
         over, example = rejected.best["memory"]
         text += f"; nearest is {example}, {over / 2**30:.1f} GiB a GPU too much"
     return text + "; use more GPUs, shorter sequences, or another backend"
+
+
+def _possible(
+    capabilities: Changes | None, stage: ModelStage, layout: Layout, knobs: Knobs
+) -> bool:
+    """Whether the job's batch can be cut so, by what its framework asks for."""
+    if capabilities is None or stage is S.ACTOR_GENERATE:
+        return True
+    dp, budget = capabilities.dp_divides, knobs.token_budget_tokens
+    if dp is not None and dp % layout.dp:
+        return False
+    held = None if budget is None else budget * layout.cp * layout.ulysses
+    return held is None or held >= capabilities.least_budget_tokens
 
 
 def _allowed(

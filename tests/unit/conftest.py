@@ -9,6 +9,7 @@ import pytest
 NEEDS = {
     "test_checksum.py": "torch",
     "test_cpu_generate.py": "torch",
+    "test_cpu_memory.py": "torch",
     "test_cpu_platform.py": "torch",
     "test_cpu_vllm.py": "torch",
     "test_demo.py": "verl",

@@ -10,7 +10,14 @@ import pytest
 import nereus_plugins
 from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import main, read_model
-from nereus_plugins.cost.estimate import Estimate, Placed, batch_of, estimate, unit_costs
+from nereus_plugins.cost.estimate import (
+    Estimate,
+    Placed,
+    StageEstimate,
+    batch_of,
+    estimate,
+    unit_costs,
+)
 from nereus_plugins.cost.explain import cluster_of, explanation
 from nereus_plugins.cost.hardware import find_gpu
 from nereus_plugins.cost.job import JobSpec
@@ -401,3 +408,29 @@ def test_the_command_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_explanation_names_formulas() -> None:
     out = grpo("qwen2.5-7b", "h100", 8, Layout(dp=8, sharding="fsdp"), rollout_tp=1, micro_batch=1)
     assert "2mnk / (peak" in explanation(out)
+
+
+def test_a_rank_on_cpu_holds_what_its_tensors_take() -> None:
+    """Nothing of a GPU lies beside them, and work takes as much longer as there is more of it."""
+    model = dataclasses.replace(
+        read_model("qwen2.5-0.5b"), num_layers=2, hidden_size=64, ffn_hidden_size=128,
+        num_attention_heads=4, num_kv_heads=2, head_dim=16, vocab_size=264,
+    )  # fmt: skip
+    job = JobSpec(model, reference=False)
+    knobs = Knobs(token_budget_tokens=1 << 20)
+    plan = GlobalPlan(
+        {
+            S.ACTOR_GENERATE: Assignment(Layout(dp=2)),
+            S.ACTOR_TRAIN: Assignment(Layout(dp=2, sharding="fsdp"), knobs),
+        }
+    )
+
+    def of(tokens: int) -> StageEstimate:
+        lengths = LengthDistribution.fixed(tokens)
+        workload = WorkloadSpec(32, LengthDistribution.fixed(32), lengths)
+        return estimate(job, plan, cluster_of("cpu", 2), workload).stages[S.ACTOR_TRAIN]
+
+    short, long = of(96), of(480)  # 128 and 512 tokens a sequence
+    assert short.reserved_bytes < 64 * 2**20
+    assert 3 < long.reserved_bytes / short.reserved_bytes < 4.5
+    assert 3 < long.seconds / short.seconds < 6

@@ -296,3 +296,27 @@ def test_verls_megatron_models_share_a_layout_unless_told(
     assert len(layouts[0]) == 1
     assert len(layouts[1]) == 2
     assert seconds[1] < seconds[0]
+
+
+def test_a_framework_that_keeps_all_stages_together_is_offered_nothing_else() -> None:
+    """Of two machines with slow links between them, a job with its rollout apart may be faster."""
+    job = JobSpec(read_model("llama3-8b"), reference=False)
+    together = Capabilities("test", "0", {}, (), False, (), colocated=True)
+    found = plan(job, cluster_of("h100", 16), WORK, capabilities=together)
+    plans = [found.plan, *(other for other, _ in found.alternatives)]
+    for one in plans:
+        assert len({a.devices for a in one.assignments.values()}) == 1
+
+
+def test_batches_are_cut_as_the_framework_can() -> None:
+    job = JobSpec(read_model("qwen2.5-1.5b"))
+    limits = Capabilities("test", "0", {}, (), False, (), dp_divides=12, least_budget_tokens=10000)
+    found = plan(job, cluster_of("h100", 8), WORK, capabilities=limits)
+    for stage, a in found.plan.assignments.items():
+        if stage is not S.ACTOR_GENERATE:
+            assert 12 % a.layout.dp == 0
+            assert a.knobs.token_budget_tokens is not None
+            assert a.knobs.token_budget_tokens >= 10000
+    assert any(r.kind == "capability" for r in found.rejections)
+    free = plan(job, cluster_of("h100", 8), WORK)
+    assert any(12 % a.layout.dp for a in free.plan.assignments.values())

@@ -27,12 +27,14 @@ def install_for_verl() -> None:
             "VERL_PLATFORM=cpu was asked for on a machine with CUDA; nereus_cpu is for machines "
             "without: unset VERL_PLATFORM (or hide the GPUs)"
         )
-    from nereus_cpu import mbridge, megatron, platform, vllm
+    from nereus_cpu import mbridge, megatron, memory, platform, vllm
 
     megatron.install()  # before anything imports megatron.core
     platform.install()
+    memory.install(platform.CpuPlatform.device_module)
     vllm.install()
     _register_rollout()
+    after_import("verl.workers.engine.base", _watch_memory)
     after_import("verl.workers.engine.fsdp.transformer_impl", _patch_fsdp)
     after_import("mbridge.core.llm_bridge", mbridge.patch_layer_specs)
     after_import("mbridge.core.bridge", mbridge.patch_weight_names)
@@ -55,6 +57,12 @@ def _register_rollout() -> None:
         return HFReplica
 
     replica.RolloutReplicaRegistry.register(ROLLOUT_NAME, load)
+
+
+def _watch_memory(module: ModuleType) -> None:
+    from nereus_cpu import memory, platform
+
+    memory.watch_passes(module, platform.CpuPlatform.device_module)
 
 
 def _patch_fsdp(module: ModuleType) -> None:

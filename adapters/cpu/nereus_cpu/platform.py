@@ -14,7 +14,8 @@ from nereus_cpu.checks import expect
 
 
 class _CpuDeviceModule(types.ModuleType):
-    """torch.cpu, plus the calls that verl makes on torch.cuda. All memory figures are zero."""
+    """torch.cpu, plus the calls that verl makes on torch.cuda. All memory figures are zero, unless
+    a rank has a budget (`nereus_cpu.memory`)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -41,6 +42,7 @@ def _device_module() -> types.ModuleType:
         ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
         constant(0),
     )
+    calls["reset_peak_memory_stats"] = constant(None)
     vars(module).update(calls)
     return module
 

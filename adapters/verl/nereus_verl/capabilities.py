@@ -409,7 +409,26 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
         coupled=coupled,
         devices_fixed=not (set(changeable(config)) == set(units) and backend is not None),
         refused=all_refusals(),
+        colocated=True,
+        dp_divides=math.gcd(*_samples(config).values()),
+        least_budget_tokens=_longest(config),
     )
+
+
+def _samples(config: Mapping[str, Any]) -> dict[str, int]:
+    """By setting, samples that divide over the data-parallel ranks of a unit."""
+    samples = int(select(config, "actor_rollout_ref.rollout.n", 1))
+    sizes = {"data.train_batch_size": int(config["data"]["train_batch_size"])}
+    for unit in jobconfig.units(config).values():
+        if unit.name != "ref":
+            setting = f"{unit.section}.ppo_mini_batch_size"
+            sizes[setting] = int(config_value(config, setting))
+    return {setting: prompts * samples for setting, prompts in sizes.items()}
+
+
+def _longest(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that there can be."""
+    return sum(int(config["data"][f"max_{part}_length"]) for part in ("prompt", "response"))
 
 
 def _knob_fields(unit: UnitConfig, stage: ModelStage) -> frozenset[str]:
@@ -547,7 +566,7 @@ def _check_batches(
         mini = int(config_value(config, f"{unit.section}.ppo_mini_batch_size")) * samples
         setting = f"{unit.section}.ppo_mini_batch_size"
         divides(mini, dp, f"{setting} * rollout.n", setting)
-    longest = sum(int(config["data"][f"max_{part}_length"]) for part in ("prompt", "response"))
+    longest = _longest(config)
     for use, name, size in knobs.sizes(config, unit.name, batching):
         if not batching.by_tokens:
             share = (mini if use == "train" else rows) // dp

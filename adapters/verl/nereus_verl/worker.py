@@ -16,7 +16,7 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, get_torch_device
 
 from nereus_plugins.emu.described.base import dtype_name
 from nereus_plugins.emu.feasibility import gradient_bytes_by_rank
@@ -494,15 +494,18 @@ def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
 # -- observation -------------------------------------------------------------------------------
 
 
-def memory(worker: Any) -> dict[str, int]:
-    """This rank's memory in bytes and process groups: allocator peaks since the job's start."""
+def memory(worker: Any, anew: bool = False) -> dict[str, int]:
+    """This rank's memory in bytes and process groups: allocator peaks since the job's start.
+
+    Args: anew: peaks are since the last such call, as of verl's own metrics from then on.
+    """
+    device = get_torch_device()
     out = {
         "host_rss": psutil.Process().memory_info().rss,
-        "allocated": 0,
-        "reserved": 0,
+        "allocated": device.max_memory_allocated(),
+        "reserved": device.max_memory_reserved(),
         "process_groups": live_group_count(),
     }
-    if torch.cuda.is_available():
-        out["allocated"] = torch.cuda.max_memory_allocated()
-        out["reserved"] = torch.cuda.max_memory_reserved()
+    if anew:
+        device.reset_peak_memory_stats()
     return out
