@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus_plugins.gtg.compile import Schedule
-from nereus_plugins.gtg.graph import ByteArray, Node, Step, Traffic
+from nereus_plugins.gtg.graph import ByteArray, Graph, Node, Step, Traffic
 from nereus_plugins.spec import ClusterSpec
 
 Seconds = NDArray[np.float64]
@@ -43,14 +43,15 @@ class Estimate:
 
     critical_path_s: from the first node to the last. prepare_s: up to the commit, all that an abort
     can waste. recovery_s: bringing parked storages back after an abort. seconds_by_step: shares of
-    the critical path. peak_bytes, peak_host_bytes, bytes_sent, bytes_received, bytes_local:
-    int64[world].
+    the critical path. seconds_by_unit: by unit and step, its slowest rank's. peak_bytes,
+    peak_host_bytes, bytes_sent, bytes_received, bytes_local: int64[world].
     """
 
     critical_path_s: float
     prepare_s: float
     recovery_s: float
     seconds_by_step: Mapping[str, float]
+    seconds_by_unit: Mapping[str, Mapping[str, float]]
     peak_bytes: ByteArray
     peak_host_bytes: ByteArray
     bytes_sent: ByteArray
@@ -85,12 +86,22 @@ def estimate(schedule: Schedule, cluster: ClusterSpec, costs: StepCosts) -> Esti
         prepare_s=prepare,
         recovery_s=host + fetch,
         seconds_by_step=by_step,
+        seconds_by_unit=_by_unit(graph, seconds),
         peak_bytes=schedule.peak_bytes,
         peak_host_bytes=schedule.peak_host_bytes,
         bytes_sent=sent,
         bytes_received=received,
         bytes_local=local,
     )
+
+
+def _by_unit(graph: Graph, seconds: Mapping[int, Seconds]) -> dict[str, dict[str, float]]:
+    out: dict[str, dict[str, float]] = {name: {} for name in graph.units}
+    for node in graph.nodes:
+        if node.unit >= 0:
+            mine, step = out[graph.units[node.unit]], node.step.value
+            mine[step] = mine.get(step, 0.0) + float(seconds[node.id].max())
+    return out
 
 
 def round_seconds(nodes: list[Node], seconds: Mapping[int, Seconds], world: int) -> float:

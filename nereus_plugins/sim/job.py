@@ -227,6 +227,7 @@ class SimulatedJob:
                     "trace": self.world.trace.name,
                     "seed": self.world.seed,
                     "note": self.world.trace.note,
+                    "device_memory_bytes": self.world.setting.cluster.gpu.memory_bytes,
                     "truth": self.world.truth.spec.to_dict(),
                     "constants": self.world.constants.to_dict(),
                 },

@@ -20,7 +20,7 @@ from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph, changes_between
 from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
-from nereus_plugins.gtg.estimate import byte_bound_s, estimate, link_loads
+from nereus_plugins.gtg.estimate import Estimate, byte_bound_s, estimate, link_loads
 from nereus_plugins.gtg.graph import Graph, Step
 from nereus_plugins.gtg.planned import planned_units
 from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, SpecError
@@ -101,10 +101,9 @@ class Transitions:
 
     def _compiled(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
         changes = changes_between(old, new, self.units, self._table)
-        seconds = {"rollout": self._rollout_s(old, new)}
+        rollout = {"rollout": started_s} if (started_s := self._rollout_s(old, new)) else {}
         if not changes:
-            mode = "unchanged"
-            return TransitionCost(mode, {k: v for k, v in seconds.items() if v}, 0.0, {}, "")
+            return TransitionCost("unchanged", rollout, 0.0, {}, "")
         world = 1 + max(*old.devices, *new.devices)
         node_of = np.arange(world, dtype=np.int32) // self.cluster.gpus_per_node
         moves = {}
@@ -120,16 +119,16 @@ class Transitions:
         )
         schedule = compile_graph(graph)
         result = estimate(schedule, self.cluster, self.constants.step_costs(self.cluster, world))
-        seconds |= result.seconds_by_step
+        seconds = dict(result.seconds_by_step)
         if on_host:
             # State that rests in host memory passes the GPU on both sides.
             most = result.peak_bytes.max() / resolve_gpu(self.cluster).host_bytes_s
             seconds["park"] = seconds.get("park", 0.0) + float(most)
         return TransitionCost(
             mode="staged" if on_host else schedule.mode,
-            seconds={name: spent for name, spent in seconds.items() if spent > 0},
+            seconds={n: spent for n, spent in (seconds | rollout).items() if spent > 0},
             bound_s=byte_bound_s(graph.traffic, world, self.cluster),
-            units=_units(graph, changes),
+            units=_units(graph, changes, result),
             digest=schedule.digest,
         )
 
@@ -157,7 +156,7 @@ def _engines(assignment: Assignment) -> set[tuple[object, ...]]:
     }
 
 
-def _units(graph: Graph, changes: list[UnitChange]) -> dict[str, Any]:
+def _units(graph: Graph, changes: list[UnitChange], result: Estimate) -> dict[str, Any]:
     """What a live transition's record says of each unit, as far as a graph knows it."""
     traffic = {
         graph.units[node.unit]: graph.traffic[node.id]
@@ -173,5 +172,6 @@ def _units(graph: Graph, changes: list[UnitChange]) -> dict[str, Any]:
             "to": str(change.target_layout),
             "bytes_wire": int(loads.received_intra.sum() + loads.received_inter.sum()),
             "bytes_local": int(loads.local.sum()),
+            "seconds": dict(result.seconds_by_unit[change.name]),
         }
     return out

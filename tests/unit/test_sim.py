@@ -138,6 +138,7 @@ def test_a_transition_costs_what_its_graph_says_and_engines() -> None:
     assert graph_s > 0
     assert sum(record.seconds.values()) == pytest.approx(graph_s) == pytest.approx(job.elapsed_s)
     assert record.units["actor"]["bytes_wire"] > 0
+    assert 0 < record.units["actor"]["seconds"]["move"] <= record.seconds["move"]
     assert len(record.digest) == 64
     cost = world.transitions.cost(simple_plan(16), target)
     assert 0 < cost.bound_s <= cost.stall_s
