@@ -101,6 +101,13 @@ class Filter:
         deviation = math.sqrt(self._variance(x) + self.noise**2) * self.measured
         return max(mean, 0.05 * x * self.measured), deviation
 
+    def mean_spread(self, predicted: float) -> float:
+        """Standard deviation of `predict`'s expected value: a step's own noise is not in it."""
+        if not self.measured:
+            return self.spread * self.factor * predicted
+        variance = max(0.0, self._variance(predicted / self.predicted))
+        return math.sqrt(variance) * self.measured
+
     @property
     def ratio(self) -> float:
         """Measured over predicted at the first observation's work."""

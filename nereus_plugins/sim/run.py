@@ -16,6 +16,7 @@ from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionReco
 
 from .hindsight import StaticHindsight
 from .job import Failure, SimulatedJob
+from .nereus import Nereus
 from .planning import Known
 from .policies import Decision, DPScaling, Policy, Static
 from .world import World
@@ -24,6 +25,7 @@ POLICIES: Mapping[str, Callable[[World], Policy]] = {
     "static": lambda world: Static(),
     "dp_scaling": lambda world: DPScaling(),
     "static_hindsight": lambda world: StaticHindsight(world, lambda plan: _held_s(world, plan)),
+    "nereus": Nereus,
 }
 # A step that fails this often in a row ends the run.
 MOST_FAILURES = 6

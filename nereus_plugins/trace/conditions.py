@@ -18,6 +18,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from nereus_plugins.cost.job import JobSpec
@@ -234,6 +235,22 @@ def _scaled(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if of(middle).mean_tokens() < mean_tokens else (low, middle)
     return of(high)
+
+
+def scaled_lengths(
+    shape: LengthDistribution, mean_tokens: float, max_tokens: int
+) -> LengthDistribution:
+    """Lengths of this shape, scaled so that their mean, once cut at `max_tokens`, is this one."""
+    if shape.kind == "fixed":
+        return LengthDistribution.fixed(max(1, round(min(mean_tokens, max_tokens))))
+    if shape.quantiles is not None:
+        return _scaled(shape.quantiles, mean_tokens, max_tokens)
+    normal = NormalDist()
+    points = tuple(
+        (i / 64, math.exp((shape.sigma or 0.0) * normal.inv_cdf(min(max(i / 64, 1e-4), 1 - 1e-4))))
+        for i in range(65)
+    )
+    return _scaled(points, mean_tokens, max_tokens)
 
 
 def _pretty(data: dict[str, Any]) -> str:

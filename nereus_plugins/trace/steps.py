@@ -22,12 +22,13 @@ def read_run(path: str | Path) -> Iterator[Observed]:
     try:
         for record in read_records(path):
             if isinstance(record, StepRecord) and record.samples > 0:
-                yield _observed(record)
+                yield observed_of(record)
     except RecordError as error:
         raise SpecError(str(error)) from None
 
 
-def _observed(record: StepRecord) -> Observed:
+def observed_of(record: StepRecord) -> Observed:
+    """A step's metrics by verl's names, and its layouts by unit."""
     metrics = {f"timing_s/{name}": float(value) for name, value in record.stages_s.items()}
     metrics |= {name: float(value) for name, value in record.metrics.items()}
     metrics["step"] = float(record.step)

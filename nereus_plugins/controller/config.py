@@ -1,0 +1,41 @@
+"""How the controller decides: few settings, each with a default that suits a job of hours."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nereus_plugins.spec import Record
+from nereus_plugins.spec.record import require_choice, require_int, require_number
+
+MODES = ("observe", "advise", "act")
+
+
+@dataclasses.dataclass(frozen=True)
+class ControllerConfig(Record):
+    """
+    Attributes:
+        mode: "observe" (writes what it would do), "advise" (a proposal waits for
+            `nereus approve`), "act" (the job executes proposals at its next boundary).
+        confidence: probability with which an unforced transition must pay for itself.
+        least_gain: part of a step's seconds that an unforced transition must save.
+        look_ahead_steps: a plan whose memory is forecast to run out within so many steps is left.
+        budget: part of the run time that unforced transitions may cost beyond what they bring,
+            against the best plan that could have been held.
+        dwell_steps: steps in a plan before an unforced transition may leave it.
+    """
+
+    mode: str = "act"
+    confidence: float = 0.75
+    least_gain: float = 0.02
+    look_ahead_steps: int = 10
+    budget: float = 0.05
+    dwell_steps: int = 5
+
+    def __post_init__(self) -> None:
+        name = "ControllerConfig"
+        require_choice(name, "mode", self.mode, MODES)
+        require_number(name, "confidence", self.confidence, minimum=0.5, maximum=0.999)
+        require_number(name, "least_gain", self.least_gain, minimum=0.0, maximum=1.0)
+        require_int(name, "look_ahead_steps", self.look_ahead_steps)
+        require_number(name, "budget", self.budget, minimum=0.0, maximum=1.0)
+        require_int(name, "dwell_steps", self.dwell_steps, minimum=0)

@@ -1,0 +1,604 @@
+"""The controller of one job: learns from its records, says at each boundary in which plan to go on.
+
+It never executes anything and never touches the job: whoever drives the job asks `decide` before a
+step, runs what is proposed or does not, and hands every record to `observe`. The same object serves
+a live job and a simulated one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from nereus_plugins.cost.calibrate import measured_seconds
+from nereus_plugins.job import Gpus
+from nereus_plugins.spec import GlobalPlan, Layout, ModelStage, SpecError
+from nereus_plugins.trace.record import (
+    Record,
+    StepRecord,
+    TransitionRecord,
+    parse_record,
+)
+from nereus_plugins.trace.steps import observed_of
+
+from .admission import admit, confidence_of
+from .books import Books
+from .config import ControllerConfig
+from .decision import Alternative, Decision, Numbers
+from .forecast import LengthForecast, Lifetime
+from .journal import DecisionJournal
+from .learned import SETTLED, Learned
+from .plans import ANCHOR, Judged, Plans, fits
+from .proof import Proof
+from .setting import JobSetting
+from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
+
+# The plan in force is left when it is forecast to fill this part of a GPU; a new one has to fit
+# with the planner's margin.
+FULL = 0.985
+# Standard deviations of forecast lengths that memory has to suffice for.
+_DEVIATIONS = 2.0
+# A search is made again when stages' factors have moved by this against each other.
+_RELEARNED = 0.04
+# The state is journaled at least so often; records since then are learned from again on resuming.
+_STATE_EVERY = 50
+_CONSIDERED = 4
+# Of the best plan's gain, what a change of knobs alone must bring to be preferred.
+_MOST = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """A plan that could be proposed."""
+
+    plan: GlobalPlan
+    judged: Judged
+    memory: float
+    saving_s: float
+    spread_s: float
+
+
+class Controller:
+    """See the module's docstring. Not safe for use by several threads at once."""
+
+    def __init__(
+        self,
+        setting: JobSetting,
+        config: ControllerConfig,
+        plan: GlobalPlan,
+        epoch: int,
+        journal: DecisionJournal | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        transitions: Estimator | None = None,
+    ) -> None:
+        """
+        Args:
+            plan, epoch: in force.
+            journal: where observations and decisions are made durable; None keeps none.
+            clock: seconds since the epoch, for the journal.
+            transitions: what a transition takes before it is corrected by those of the job;
+                default by its graph.
+        """
+        self.setting = setting
+        self.config = config
+        self.plan = plan
+        self.epoch = epoch
+        self._journal = journal
+        self._clock = clock
+        self._transitions = transitions or GraphEstimator(setting.setting)
+        self.learned = Learned()
+        self.plans = Plans(setting, self.learned)
+        self.lengths = LengthForecast()
+        self.lifetime = Lifetime()
+        self.books = Books()
+        self.corrected = Corrected()
+        self.proofs: list[Proof] = []
+        self._step_s = 0.0
+        self._steps = 0
+        self._in_force = 0
+        self._gpus = 0
+        self._preferred: object = None
+        self._version = 0
+        self._ratios: dict[tuple[ModelStage, Layout], float] = {}
+        self._pending: Decision | None = None
+        self._impossible: set[tuple[object, object]] = set()
+        self._since_state = 0
+        self._said: object = None
+        self._write(
+            "start",
+            {"setting": setting.to_dict(), "config": config.to_dict(), **self._in_force_dict()},
+        )
+
+    # What a job tells.
+
+    def observe(self, record: Record) -> None:
+        """Learn from a finished step or an attempted transition; other records are passed over.
+
+        A committed transition that was proposed here puts the proposed plan in force; any other
+        change of plan has to be told with `adopt`.
+        """
+        if isinstance(record, (StepRecord, TransitionRecord)):
+            self._write("observation", {"record": record.to_dict()})
+            self._learn(record)
+            self._since_state += 1
+            if self._since_state >= _STATE_EVERY:
+                self._write_state()
+
+    def adopt(self, plan: GlobalPlan, epoch: int) -> None:
+        """The plan and epoch in force, where others changed them; without effect where they are
+        known. To be called at a boundary before `decide`."""
+        self.epoch = epoch
+        if plan.assignments != self.plan.assignments:
+            self._entered(plan)
+            self._write_state()
+
+    def decide(self, gpus: Gpus, steps_done: int) -> Decision:
+        """In which plan to go on with the step that comes next. Nothing is executed.
+
+        Args:
+            gpus: as the job port says.
+            steps_done: how many steps of the run are finished.
+
+        Raises: OSError, DecisionJournalError: the decision could not be made durable.
+        """
+        decision = self._decided(gpus, steps_done)
+        self._note(decision)
+        self._write_decision(decision)
+        return decision
+
+    def recovery_plan(self, gpus: int, *, out_of_memory: bool = False) -> GlobalPlan:
+        """The plan to start again in after a failure, on at most so many GPUs.
+
+        Raises: SpecError: none fits.
+        """
+        mean = self._mean()
+        if out_of_memory:
+            made = self.plans.estimate(self.plan, mean)
+            if made is not None:
+                top = made.peak
+                beside = sum(top.resting.values())
+                own = max(1.0, top.reserved_bytes - beside)
+                self.learned.memory.exceeded(own, top.capacity_bytes - beside)
+            self._version += 1
+        high = self._high()
+        options = [
+            (self.plans.judge(one, mean).step_s, one)
+            for one in self._candidates(gpus, mean, high, self.plan)
+            if max(one.devices) < gpus and fits(self.plans.memory(one, high))
+        ]
+        if not options:
+            raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
+        return min(options, key=lambda option: option[0])[1]
+
+    # Learning.
+
+    def _learn(self, record: StepRecord | TransitionRecord) -> None:
+        if isinstance(record, TransitionRecord):
+            self._learn_transition(record)
+        else:
+            self._learn_step(record)
+
+    def _learn_step(self, record: StepRecord) -> None:
+        self._steps = record.step
+        self._in_force += 1
+        metrics, layouts = observed_of(record)
+        mean = metrics.get("response_length/mean")
+        if not mean or record.step_s <= 0:
+            return
+        self.lengths.observe(mean)
+        self.lifetime.steps += 1
+        rate = 0.2 if self._step_s else 1.0
+        self._step_s += rate * (min(record.step_s, 3 * (self._step_s or math.inf)) - self._step_s)
+        if any(
+            layouts[stage.model] != one.layout
+            for stage, one in self.plan.assignments.items()
+            if stage.model in layouts and stage is not ModelStage.ACTOR_GENERATE
+        ):
+            return  # the step ran in another plan than is known here
+        made = self.plans.estimate(self.plan, mean)
+        if made is None:
+            return
+        for proof in self.proofs:
+            if proof.open:
+                proof.observe(self.plans, mean, record.step_s)
+                if not proof.open:
+                    self._write("proof", {"proof": proof.to_dict()})
+        measured = {s: v for s, v in measured_seconds(metrics).items() if s in made.stages}
+        allocated = record.memory_bytes.get("allocated")
+        self.learned.observe(
+            self.plan.assignments, made, measured, float(allocated) if allocated else None
+        )
+        self.books.step(self.plans, self.plan, mean, record.step_s, self._gpus)
+        self._check_version()
+
+    def _learn_transition(self, record: TransitionRecord) -> None:
+        pending, self._pending = self._pending, None
+        stall_s = sum(record.seconds.values())
+        if record.outcome == "committed":
+            self.books.stall(stall_s)
+            self.learned.calibration.after_transition()
+            self.epoch = record.epoch
+            if pending is not None and pending.plan is not None:
+                if pending.numbers is not None:
+                    parts = pending.numbers.transition_parts_s
+                    self.corrected.observe(sum(parts.values()) / self.corrected.factor, stall_s)
+                    self.proofs.append(Proof.begin(pending, self.plan, self._steps, stall_s))
+                self._entered(pending.plan)
+                self._write_state()
+        elif record.outcome == "aborted" and pending is not None and pending.plan is not None:
+            self.books.stall(stall_s)
+            self._impossible.add((self.plan.assignments, pending.plan.assignments))
+
+    def _entered(self, plan: GlobalPlan) -> None:
+        self.plan = plan
+        self._in_force = 0
+        self._pending = None
+
+    def _check_version(self) -> None:
+        """Searches are made again when what was learned would change what they find."""
+        now = {
+            key: one.ratio
+            for key, one in self.learned.calibration.seconds_filters.items()
+            if one.seen >= SETTLED
+        }
+        moved = [
+            abs(math.log(ratio / self._ratios[k])) for k, ratio in now.items() if k in self._ratios
+        ]
+        if len(now) != len(self._ratios) or any(one > _RELEARNED for one in moved):
+            self._ratios = now
+            self._version += 1
+
+    def _note(self, decision: Decision) -> None:
+        """What a decision changes of what is known here; also where it is read from the journal."""
+        self._pending = decision if decision.kind == "propose" else None
+        self._steps, self._gpus = decision.step, decision.gpus
+        compared = [(one.plan, one.numbers) for one in decision.alternatives]
+        if decision.plan is not None and decision.numbers is not None:
+            compared.append((decision.plan, decision.numbers))
+        if not compared:
+            return
+        compared.sort(key=lambda one: one[1].new_step_s)
+        for plan, numbers in compared[:2]:
+            if numbers.saving_s > 0:
+                self.books.know(plan)
+        fastest = compared[0][0] if compared[0][1].saving_s > 0 else self.plan
+        preferred = tuple((s, a.layout, a.devices) for s, a in fastest.assignments.items())
+        if self._preferred is not None and preferred != self._preferred:
+            self.lifetime.changes += 1
+        self._preferred = preferred
+
+    # Deciding.
+
+    def _mean(self) -> float:
+        """Mean length to plan for: some way into the next steps."""
+        if not self.lengths.seen:
+            return self.setting.response_tokens.mean_tokens()
+        return self._cut(self.lengths.at(min(5.0, self.config.look_ahead_steps)))
+
+    def _high(self) -> float:
+        """Mean length that memory has to suffice for."""
+        if not self.lengths.seen:
+            return self._cut(1.1 * self.setting.response_tokens.mean_tokens())
+        ahead = self.config.look_ahead_steps
+        return self._cut(max(self.lengths.at(ahead, _DEVIATIONS), self.lengths.at(1, _DEVIATIONS)))
+
+    def _cut(self, mean_tokens: float) -> float:
+        return min(mean_tokens, float(self.setting.max_response_tokens))
+
+    def _usable(self, gpus: Gpus) -> int:
+        """GPUs for the next step: those under notice as long as it leaves time for a step, one that
+        is twice as long as usual, and the transition."""
+        if not gpus.leaving or gpus.notice_s > 3.0 * self._step_s + 2.0 * self._usual_stall_s():
+            return gpus.available
+        return gpus.available - gpus.leaving
+
+    def _usual_stall_s(self) -> float:
+        return 60.0 if not self.proofs else max(p.stall_s for p in self.proofs[-5:])
+
+    def _decided(self, gpus: Gpus, steps_done: int) -> Decision:
+        usable = self._usable(gpus)
+        lasting = gpus.available - gpus.leaving
+        mean, high = self._mean(), self._high()
+        now = self.plans.judge(self.plan, mean)
+        memory = self.plans.memory(self.plan, high)
+        left = max(0, self.setting.steps - steps_done)
+
+        def decision(kind: str, reason: str, **more: Any) -> Decision:
+            return Decision(kind, reason, steps_done, self.epoch, usable, mean, **more)
+
+        gone = max(self.plan.devices) >= usable
+        full = memory > FULL
+        if left == 0:
+            return decision("stay", "the run is done")
+        if not (gone or full):
+            if not self.lengths.seen:
+                return decision("stay", "no step was observed yet")
+            if self._in_force < max(1, self.config.dwell_steps):
+                return decision(
+                    "stay", f"in this plan for {self._in_force} steps, of {self.config.dwell_steps}"
+                )
+        options = self._options(lasting, mean, high, now)
+        steps = min(float(left), self.lifetime.expected_steps())
+        if gone or full:
+            why = (
+                f"{gpus.leaving or 1 + max(self.plan.devices) - usable} GPUs are leaving"
+                if gone
+                else f"memory is forecast to fill to {100 * min(memory, 9.99):.1f} % within "
+                f"{self.config.look_ahead_steps} steps"
+            )
+            return self._forced(decision, why, options, now, steps)
+        return self._unforced(decision, options, now, steps)
+
+    def _candidates(
+        self, gpus: int, mean: float, high: float, current: GlobalPlan
+    ) -> Iterable[GlobalPlan]:
+        """Plans worth judging; the planner's preferred one first."""
+        found = self.plans.searched(gpus, mean, current, self._version)
+        if not found or not fits(self.plans.memory(found[0], high)):
+            found = [*self.plans.searched(gpus, high, current, self._version), *found]
+        scaled = self.plans.scaled(current, gpus)
+        out = [*found, *([scaled] if scaled else [])]
+        for one in (current, *out[:1], *([scaled] if scaled else [])):
+            out += self.plans.with_other_knobs(one, high)
+        out += self.books.plans()
+        return {one.assignments: one for one in out}.values()
+
+    def _options(self, gpus: int, mean: float, high: float, now: Judged) -> list[_Option]:
+        """Every candidate that fits on the GPUs, with margin, at the lengths to come; fastest
+        first."""
+        out = []
+        for one in self._candidates(gpus, mean, high, self.plan):
+            if one.assignments == self.plan.assignments or max(one.devices) >= gpus:
+                continue
+            if (self.plan.assignments, one.assignments) in self._impossible:
+                continue
+            memory = self.plans.memory(one, high)
+            if not fits(memory):
+                continue
+            judged = self.plans.judge(one, mean)
+            saving, spread = self.plans.saving(self.plan, now, one, judged)
+            out.append(_Option(one, judged, memory, saving, spread))
+        out.sort(key=lambda option: option.judged.step_s)
+        return out
+
+    def _transition(self, plan: GlobalPlan) -> tuple[TransitionEstimate | None, dict[str, float]]:
+        found = self._transitions(self.plan, plan)
+        return found, self.corrected.seconds(found) if found is not None else {}
+
+    def _numbers(self, option: _Option, now: Judged, steps: float) -> tuple[Numbers, str]:
+        """(numbers, digest); a transition that is not possible takes for ever."""
+        found, parts = self._transition(option.plan)
+        cost = sum(parts.values()) if found is not None else math.inf
+        sure = confidence_of(option.saving_s, option.spread_s, steps, cost)
+        numbers = Numbers(
+            now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, sure,
+            option.memory, cost if found is not None else None, parts,
+        )  # fmt: skip
+        return numbers, found.digest if found is not None else ""
+
+    def _same_layouts(self, plan: GlobalPlan) -> bool:
+        return all(
+            (a.layout, a.devices) == (plan.assignments[s].layout, plan.assignments[s].devices)
+            for s, a in self.plan.assignments.items()
+        )
+
+    def _forced(
+        self,
+        decision: Callable[..., Decision],
+        why: str,
+        options: list[_Option],
+        now: Judged,
+        steps: float,
+    ) -> Decision:
+        """The cheapest safe plan: least transition and steps together, over the horizon."""
+        judged = []
+        knobs = [o for o in options if self._same_layouts(o.plan)][:_CONSIDERED]
+        for option in [*knobs, *[o for o in options if o not in knobs][:_CONSIDERED]]:
+            numbers, digest = self._numbers(option, now, steps)
+            if numbers.transition_s is not None:
+                total = numbers.transition_s + max(1.0, steps) * option.judged.step_s
+                judged.append((total, option, numbers, digest))
+        judged.sort(key=lambda one: one[0])
+        if not judged:
+            return decision("stay", f"{why}, and no plan that fits can be reached", forced=True)
+        total, option, numbers, digest = judged[0]
+        others = tuple(
+            Alternative(o.plan, f"takes {t - total:.0f} s more over {steps:.0f} steps", n)
+            for t, o, n, _ in judged[1:]
+        )
+        return decision(
+            "propose", f"{why}: the cheapest plan that fits", plan=option.plan, digest=digest,
+            forced=True, numbers=numbers, alternatives=others,
+        )  # fmt: skip
+
+    def _unforced(
+        self,
+        decision: Callable[..., Decision],
+        options: list[_Option],
+        now: Judged,
+        steps: float,
+    ) -> Decision:
+        worth = [o for o in options if o.saving_s > 0]
+        if not worth:
+            return decision(
+                "stay",
+                "no plan that fits is expected to be faster",
+                alternatives=tuple(_slower(o, now, steps) for o in options[:1]),
+            )
+        knobs = [o for o in worth if self._same_layouts(o.plan)]
+        ranked = [*worth[:_CONSIDERED], *[o for o in knobs[:1] if o not in worth[:_CONSIDERED]]]
+        done = decision("stay", "").step
+        ahead = min(100, max(0, self.setting.steps - done))
+        budget_s = self.config.budget * (done + ahead) * (self._step_s or now.step_s)
+        verdicts = []
+        for option in ranked:
+            numbers, digest = self._numbers(option, now, steps)
+            verdict = admit(
+                self.config,
+                step_s=now.step_s,
+                saving_s=option.saving_s,
+                spread_s=option.spread_s,
+                steps=steps,
+                transition_s=_or_ever(numbers.transition_s),
+                regret_s=self.books.regret_s(self.plan),
+                budget_s=budget_s,
+            )
+            net = option.saving_s * steps - _or_ever(numbers.transition_s)
+            verdicts.append((verdict, net, option, numbers, digest))
+        admitted = [v for v in verdicts if v[0].admitted]
+        if not admitted:
+            return decision(
+                "stay",
+                verdicts[0][0].reason,
+                alternatives=tuple(Alternative(o.plan, v.reason, n) for v, _, o, n, _ in verdicts),
+            )
+        best = max(admitted, key=lambda v: v[1])
+        for one in admitted:
+            if self._same_layouts(one[2].plan) and one[1] >= _MOST * best[1]:
+                best = one
+                break
+        verdict, net, option, numbers, digest = best
+        return decision(
+            "propose", verdict.reason, plan=option.plan, digest=digest, numbers=numbers,
+            alternatives=tuple(
+                Alternative(
+                    o.plan, v.reason if not v.admitted else f"brings {net - m:.0f} s less", n
+                )
+                for v, m, o, n, _ in verdicts
+                if o is not option
+            ),
+        )  # fmt: skip
+
+    # The journal.
+
+    def _in_force_dict(self) -> dict[str, Any]:
+        return {"plan": self.plan.to_dict(), "epoch": self.epoch, "time_unix_s": self._clock()}
+
+    def _write(self, kind: str, content: Mapping[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.append(kind, content)
+
+    def _write_decision(self, decision: Decision) -> None:
+        """One that only repeats the last is not written again."""
+        says = (
+            decision.kind, decision.gpus, re.split(r"\d", decision.reason)[0], decision.plan,
+            tuple(one.plan.assignments for one in decision.alternatives),
+        )  # fmt: skip
+        if decision.kind == "stay" and says == self._said:
+            return
+        self._said = says
+        self._write("decision", {"decision": decision.to_dict(), "time_unix_s": self._clock()})
+
+    def _write_state(self) -> None:
+        self._since_state = 0
+        self._write("state", {"state": self.to_dict()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that was learned, JSON-able."""
+        return {
+            **self._in_force_dict(),
+            "learned": self.learned.to_dict(),
+            "lengths": dataclasses.asdict(self.lengths),
+            "lifetime": dataclasses.asdict(self.lifetime),
+            "books": self.books.to_dict(),
+            "corrected": dataclasses.asdict(self.corrected),
+            "proofs": [proof.to_dict() for proof in self.proofs],
+            "step_s": self._step_s,
+            "steps": self._steps,
+            "in_force": self._in_force,
+            "gpus": self._gpus,
+        }
+
+    @classmethod
+    def resume(
+        cls,
+        journal: DecisionJournal,
+        *,
+        clock: Callable[[], float] = time.time,
+        transitions: Estimator | None = None,
+    ) -> Controller:
+        """The controller that wrote this journal, as it was: what it learned, what it tried and
+        left, its budget. Records since its last state are learned from again.
+
+        Raises: DecisionJournalError: a journal that is damaged, or has no beginning; OSError.
+        """
+        from .journal import DecisionJournalError
+
+        entries = journal.read()
+        if not entries or entries[0]["kind"] != "start":
+            raise DecisionJournalError(f"{journal.path}: no controller has begun in it")
+        first = entries[0]
+        made = cls(
+            JobSetting.from_dict(first["setting"]),
+            ControllerConfig.from_dict(first["config"]),
+            GlobalPlan.from_dict(first["plan"]),
+            int(first["epoch"]),
+            None,
+            clock=clock,
+            transitions=transitions,
+        )
+        at = max((i for i, e in enumerate(entries) if e["kind"] == "state"), default=0)
+        if at:
+            made._restore(entries[at]["state"])
+        for entry in entries[at + 1 :]:
+            if entry["kind"] == "observation":
+                record = parse_record(entry["record"])
+                assert isinstance(record, (StepRecord, TransitionRecord))
+                made._learn(record)
+            elif entry["kind"] == "decision":
+                made._note(Decision.from_dict(entry["decision"]))
+        made._journal = journal
+        return made
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.plan = GlobalPlan.from_dict(state["plan"])
+        self.epoch = int(state["epoch"])
+        self.learned = Learned.from_dict(state["learned"])
+        self.plans = Plans(self.setting, self.learned)
+        self.lengths = LengthForecast(**state["lengths"])
+        self.lifetime = Lifetime(**state["lifetime"])
+        self.books = Books.from_dict(state["books"])
+        self.corrected = Corrected(**state["corrected"])
+        self.proofs = [Proof.from_dict(one) for one in state["proofs"]]
+        self._step_s = float(state["step_s"])
+        self._steps = int(state["steps"])
+        self._in_force = int(state["in_force"])
+        self._gpus = int(state["gpus"])
+
+
+def starting_plan(setting: JobSetting, gpus: int) -> GlobalPlan:
+    """The plan to launch a job in on so many GPUs: the planner's best for the first lengths.
+
+    Raises: SpecError: none fits.
+    """
+    plans = Plans(setting, Learned())
+    mean = setting.response_tokens.mean_tokens()
+    high = min(1.1 * mean, float(setting.max_response_tokens))
+    found = [
+        one
+        for length in (mean, high)
+        for one in plans.searched(gpus, length, ANCHOR, 0)
+        if fits(plans.memory(one, high))
+    ]
+    if not found:
+        raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
+    return min(found, key=lambda one: plans.judge(one, mean).step_s)
+
+
+def _slower(option: _Option, now: Judged, steps: float) -> Alternative:
+    """The next best, whose transition is not worth estimating."""
+    numbers = Numbers(
+        now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, 0.0,
+        option.memory,
+    )  # fmt: skip
+    slower = -100 * option.saving_s / now.step_s
+    return Alternative(option.plan, f"slower by {slower:.1f} % of a step", numbers)
+
+
+def _or_ever(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

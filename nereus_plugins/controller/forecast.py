@@ -1,0 +1,97 @@
+"""Where response lengths are going: exponential smoothing with a damped trend, and its uncertainty.
+
+ETS(A,Ad,N) of Hyndman et al., *Forecasting with Exponential Smoothing* (Springer 2008), on the
+logarithm of a step's mean length (growth is relative):
+
+    y_t = l + phi b + e,   l' = l + phi b + alpha e,   b' = phi b + beta e,   e ~ (0, sigma^2)
+
+The damping (Gardner and McKenzie, Management Science 31, 1985) keeps a trend from being carried on
+for ever. sigma^2 is learned as a running mean of squared errors. An error of more than three sigma
+counts as three sigma, unless a second one follows on the same side: lengths that jump are followed
+after two steps, one odd batch is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+ALPHA, BETA, PHI = 0.4, 0.04, 0.98
+# To begin with: the error of one step, and how much a new one counts.
+SIGMA, SIGMA_RATE = 0.05, 0.05
+_OUTLIER = 3.0
+
+
+@dataclasses.dataclass
+class LengthForecast:
+    """
+    Attributes:
+        level, trend: of log tokens; trend a step. seen: steps observed.
+        variance: of one step's error. streak: consecutive large errors on one side, signed.
+    """
+
+    level: float = 0.0
+    trend: float = 0.0
+    variance: float = SIGMA**2
+    seen: int = 0
+    streak: int = 0
+
+    def observe(self, mean_tokens: float) -> None:
+        """Raises ValueError: a mean that is not positive and finite."""
+        if not (math.isfinite(mean_tokens) and mean_tokens > 0):
+            raise ValueError(f"mean_tokens must be positive and finite, got {mean_tokens!r}")
+        value = math.log(mean_tokens)
+        if not self.seen:
+            self.level, self.seen = value, 1
+            return
+        expected = self.level + PHI * self.trend
+        error = value - expected
+        bound = _OUTLIER * math.sqrt(self.variance)
+        clipped = max(-bound, min(bound, error))
+        if abs(error) > bound:
+            side = 1 if error > 0 else -1
+            self.streak = self.streak + side if self.streak * side > 0 else side
+            if abs(self.streak) >= 2:  # a jump: go there; it says nothing of the trend
+                self.level, self.streak, self.seen = value, 0, self.seen + 1
+                return
+        else:
+            self.streak = 0
+        self.level = expected + ALPHA * clipped
+        self.trend = PHI * self.trend + BETA * clipped
+        rate = max(SIGMA_RATE, 1.0 / (self.seen + 4.0))
+        self.variance = max(1e-6, self.variance + rate * (clipped**2 - self.variance))
+        self.seen += 1
+
+    def at(self, steps: float, deviations: float = 0.0) -> float:
+        """Mean tokens to expect so many steps ahead, plus so many standard deviations of it.
+
+        Raises ValueError: nothing was observed.
+        """
+        if not self.seen:
+            raise ValueError("no step was observed: there is nothing to forecast from")
+        ahead = max(1, round(steps))
+        damped, variance = 0.0, 1.0
+        for j in range(1, ahead + 1):
+            damped += PHI**j
+            if j < ahead:
+                variance += (ALPHA + BETA * damped) ** 2
+        spread = math.sqrt(self.variance * variance)
+        return math.exp(self.level + self.trend * damped + deviations * spread)
+
+
+@dataclasses.dataclass
+class Lifetime:
+    """How many steps conditions last, learned: changes are a Poisson process of unknown rate.
+
+    With a Gamma prior that is worth one change in `PRIOR_STEPS` steps, the expected time to the
+    next change is (prior + steps seen) / (1 + changes seen): conditions that have held for long
+    are expected to hold for long.
+    """
+
+    steps: int = 0
+    changes: int = 0
+
+    PRIOR_STEPS = 20.0
+
+    def expected_steps(self) -> float:
+        return (self.PRIOR_STEPS + self.steps) / (1.0 + self.changes)

@@ -1,0 +1,235 @@
+"""The controller: what it learns, when it acts, that it resumes; and the journal it keeps."""
+
+import dataclasses
+import json
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nereus_plugins.controller.admission import admit, confidence_of
+from nereus_plugins.controller.config import ControllerConfig
+from nereus_plugins.controller.controller import Controller, starting_plan
+from nereus_plugins.controller.decision import Decision
+from nereus_plugins.controller.forecast import LengthForecast, Lifetime
+from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
+from nereus_plugins.controller.setting import JobSetting
+from nereus_plugins.cost.cli import read_model
+from nereus_plugins.cost.explain import cluster_of
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.job import Gpus
+from nereus_plugins.sim.job import SimulatedJob, capabilities_of
+from nereus_plugins.sim.nereus import Nereus
+from nereus_plugins.sim.run import through
+from nereus_plugins.sim.world import World
+from nereus_plugins.spec import LengthDistribution, SpecError
+from nereus_plugins.trace.conditions import Setting, Trace
+
+SETTING = Setting(
+    JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
+    cluster_of("a100_40gb", 16),
+    LengthDistribution.fixed(256),
+    prompts_per_step=32,
+    samples_per_prompt=8,
+)
+TAIL = ((0.0, 0.1), (0.5, 0.8), (0.9, 1.8), (1.0, 4.0))
+
+
+def trace(
+    gpus: tuple[tuple[float, int], ...] = ((0.0, 16),), steps: int = 50, **changed: Any
+) -> Trace:
+    means = tuple(400.0 + 20.0 * step for step in range(steps))
+    made = Trace(
+        name="test", sources=(), assumptions=(), setting=SETTING, mean_response_tokens=means,
+        gpus=gpus, tail=TAIL, max_response_tokens=4096, seed=1,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changed)
+
+
+def setting_of(one: Trace) -> JobSetting:
+    first = one.conditions(0, 0.0)
+    return JobSetting.of(
+        one.setting,
+        capabilities_of(one.setting.job),
+        first.response_tokens,
+        one.max_response_tokens,
+        one.steps,
+    )
+
+
+# Settings.
+
+
+def test_a_setting_survives_json(tmp_path: Path) -> None:
+    made = setting_of(trace())
+    path = tmp_path / "setting.json"
+    path.write_text(made.to_json(), encoding="utf-8")
+    assert JobSetting.load(path) == made
+    assert made.capabilities().coupled == capabilities_of(SETTING.job).coupled
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mode", "autopilot"), ("confidence", 1.5), ("least_gain", -1), ("look_ahead_steps", 0)],
+)
+def test_a_wrong_setting_is_named(name: str, value: Any) -> None:
+    with pytest.raises(SpecError, match=f"ControllerConfig.{name}"):
+        ControllerConfig(**{name: value})
+
+
+# Admission.
+
+
+def verdict(**changed: float) -> Any:
+    numbers = {
+        "step_s": 100.0, "saving_s": 10.0, "spread_s": 4.0, "steps": 50.0, "transition_s": 60.0,
+        "regret_s": 0.0, "budget_s": 1000.0,
+    }  # fmt: skip
+    return admit(ControllerConfig(), **{**numbers, **changed})
+
+
+def test_a_transition_that_pays_is_admitted() -> None:
+    assert verdict().admitted
+    assert verdict().confidence > 0.95
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"saving_s": -5.0}, "slower"),
+        ({"saving_s": 1.0}, "less than"),
+        ({"spread_s": 40.0}, "confidence"),
+        ({"steps": 4.0}, "confidence"),
+        ({"transition_s": math.inf}, "no order of moves"),
+        ({"regret_s": 990.0}, "budget"),
+    ],
+)
+def test_one_that_does_not_is_refused_with_the_reason(changed: dict[str, float], why: str) -> None:
+    one = verdict(**changed)
+    assert not one.admitted
+    assert why in one.reason
+
+
+def test_confidence_is_of_the_whole_horizon() -> None:
+    assert confidence_of(10.0, 4.0, 6.0, 60.0) == pytest.approx(0.5)
+    assert confidence_of(10.0, 0.0, 10.0, 60.0) == 1.0
+    assert confidence_of(10.0, 4.0, 0.0, 60.0) == 0.0
+
+
+# Forecasts.
+
+
+def test_growth_is_forecast_and_damped() -> None:
+    one = LengthForecast()
+    for step in range(200):
+        one.observe(400.0 * 1.01**step)
+    now = 400.0 * 1.01**199
+    assert now * 1.04 < one.at(10) < now * 1.2
+    assert one.at(10_000) < now * 2.0
+    assert one.at(10, 2.0) > one.at(10)
+
+
+def test_one_odd_batch_moves_little_and_a_jump_is_followed() -> None:
+    one = LengthForecast()
+    for _ in range(50):
+        one.observe(1000.0)
+    one.observe(4000.0)
+    assert one.at(1) < 1100.0
+    one.observe(4000.0)
+    assert one.at(1) == pytest.approx(4000.0, rel=0.05)
+
+
+def test_conditions_that_changed_often_are_expected_to_change_again() -> None:
+    assert Lifetime(0, 0).expected_steps() == Lifetime.PRIOR_STEPS
+    assert Lifetime(1000, 0).expected_steps() > 1000
+    assert Lifetime(1000, 99).expected_steps() == pytest.approx(10.2)
+
+
+# The journal.
+
+
+def test_what_is_appended_is_read_back_and_private(tmp_path: Path) -> None:
+    one = DecisionJournal(tmp_path)
+    one.append("observation", {"value": 1})
+    one.append("decision", {"value": "\n"})
+    assert [e["value"] for e in DecisionJournal(tmp_path).read()] == [1, "\n"]
+    assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
+
+
+def test_a_torn_line_is_cut_off_by_the_next(tmp_path: Path) -> None:
+    one = DecisionJournal(tmp_path)
+    one.append("observation", {"value": 1})
+    one.close()
+    with one.path.open("ab") as file:
+        file.write(b"00000000 {half")
+    again = DecisionJournal(tmp_path)
+    assert len(again.read()) == 1
+    again.append("observation", {"value": 2})
+    assert [e["value"] for e in again.read()] == [1, 2]
+
+
+def test_damage_before_the_end_is_an_error(tmp_path: Path) -> None:
+    one = DecisionJournal(tmp_path)
+    for value in range(3):
+        one.append("observation", {"value": value})
+    data = bytearray(one.path.read_bytes())
+    data[12] ^= 1
+    one.path.write_bytes(bytes(data))
+    with pytest.raises(DecisionJournalError, match=":1: damaged"):
+        DecisionJournal(tmp_path).read()
+
+
+# The controller.
+
+
+def test_before_a_step_it_stays_and_says_why() -> None:
+    setting = setting_of(trace())
+    one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0)
+    found = one.decide(Gpus(16), 0)
+    assert found.kind == "stay"
+    assert "no step" in found.reason
+
+
+def test_gpus_that_leave_are_left_at_once_or_within_the_notice() -> None:
+    setting = setting_of(trace())
+    one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0)
+    assert one.decide(Gpus(16, leaving=8, notice_s=1e6), 3).kind == "stay"
+    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    assert found.kind == "propose"
+    assert found.forced
+    assert found.plan is not None
+    assert max(found.plan.devices) < 8
+    assert Decision.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_restarted_controller_decides_as_the_one_that_ended(tmp_path: Path) -> None:
+    world = World(trace(gpus=((0.0, 8), (20.0, 16)), steps=40))
+    policy = Nereus(world, journal=DecisionJournal(tmp_path))
+    result = through(world, policy)
+    assert not result.stopped
+    assert result.transitions >= 1
+    again = Controller.resume(DecisionJournal(tmp_path), transitions=policy._transition)
+    one = policy.controller
+    assert again.plan == one.plan
+    assert again.epoch == one.epoch
+    assert again.learned.to_dict() == one.learned.to_dict()
+    assert again.lengths == one.lengths
+    assert again.books.to_dict() == one.books.to_dict()
+
+
+def test_a_journal_without_a_beginning_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DecisionJournalError, match="no controller"):
+        Controller.resume(DecisionJournal(tmp_path))
+
+
+def test_more_gpus_are_taken_and_fewer_left_without_a_restart() -> None:
+    world = World(trace(gpus=((0.0, 8), (15.0, 16), (40.0, 8)), steps=50))
+    policy = Nereus(world)
+    result = through(world, policy)
+    assert not result.stopped
+    assert result.restarts == result.failures == 0
+    assert result.transitions >= 2
+    assert isinstance(policy.controller, Controller)
+    assert SimulatedJob is not None
