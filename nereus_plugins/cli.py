@@ -50,6 +50,12 @@ def _ab(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _report(arguments: Sequence[str]) -> int:
+    from nereus_plugins.report.show import main
+
+    return main(arguments)
+
+
 def _plan(arguments: Sequence[str]) -> int:
     from nereus_plugins.planner.cli import main
 
@@ -106,6 +112,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "trace": ("logs as records; series and records as traces to simulate", _trace),
     "sim": ("policies on a trace, on a simulated cluster", _sim),
     "ab": ("policies or jobs side by side: figures and differences with intervals", _ab),
+    "report": ("a page, or a trace for Perfetto, from the records of runs", _report),
     "transition": ("submit a plan to a live job", _control("transition")),
     "status": (
         "a job's plan, last steps, memory and transitions; live or from its records",

@@ -21,10 +21,12 @@ from nereus_plugins.trace.conditions import Trace, find
 
 from . import measured, simulated
 from .compare import comparison
+from .figures import read_run
+from .render import Drawn, write_page
 from .thin import thinned
 from .versions import code_sha256, commit, versions
 
-JSON_FILE = "ab.json"
+JSON_FILE, PAGE_FILE = "ab.json", "report.html"
 EPILOG = """examples:
   nereus ab --trace growth --policies static,dp_scaling,static_hindsight --seeds 3 --json
   nereus ab --trace my-trace.json --policies static,dp_scaling --seeds 5 -o compared/
@@ -111,11 +113,17 @@ def request(args: argparse.Namespace) -> simulated.Request:
     )
 
 
-def _simulated(args: argparse.Namespace) -> dict[str, Any]:
+def _simulated(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
     asked = request(args)
     baseline = _baseline(args, asked.policies)
     found = simulated.run_all(asked, args.out, args.jobs or 1, _say)
     runs = {name: [by_seed[seed] for seed in asked.seeds] for name, by_seed in found.items()}
+    drawn = {}
+    if args.out is not None:
+        for name in asked.policies:
+            folder = simulated.folder_of(args.out, name, asked.seeds[0])
+            if "step_s_mean" in runs[name][0]:
+                drawn[name] = (folder, read_run(folder))
     return {
         "kind": "simulated",
         **comparison(runs, baseline),
@@ -126,7 +134,7 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
             name: {"value": getattr(asked.constants, name), "kind": b.kind, "source": b.source}
             for name, b in BASIS.items()
         },
-    }
+    }, drawn
 
 
 def describe_trace(trace: Trace) -> dict[str, Any]:
@@ -140,7 +148,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
+def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
     named = measured.named_runs(args.run, args.runs)
     if len(named) < 2:
         raise SpecError("a comparison needs two names at least: run directories, or --runs twice")
@@ -151,11 +159,11 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         **comparison(measured.figures_of(records), baseline),
         "last_step": measured.last_common_step(records),
         "jobs": measured.described(named, records),
-    }
+    }, {name: (named[name][0], runs[0]) for name, runs in records.items()}
 
 
-def made(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole comparison, JSON-able. Raises: SpecError; OSError."""
+def made(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
+    """The whole comparison, JSON-able, and the runs to draw. Raises: SpecError; OSError."""
     if args.out is not None:
         _check_folder(args.out)
     simulate = [f"--{n}" for n in ("trace", "policies", "seeds", "steps", "truth", "constants",
@@ -166,11 +174,11 @@ def made(args: argparse.Namespace) -> dict[str, Any]:
                 f"{simulate[0]} is of simulations, runs are of jobs that have run: measured and "
                 "simulated figures are never mixed in one report"
             )
-        found = _measured(args)
+        found, drawn = _measured(args)
     elif args.trace is None:
         raise SpecError("give --trace and --policies, or two runs")
     else:
-        found = _simulated(args)
+        found, drawn = _simulated(args)
     return found | {
         "versions": versions(),
         "commit": commit(),
@@ -180,17 +188,22 @@ def made(args: argparse.Namespace) -> dict[str, Any]:
             for name, value in vars(args).items()
             if value not in (None, [], False)
         },
-    }
+    }, drawn
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a policy did not reach the end, 2 wrong usage or bad input."""
     args = parser().parse_args(arguments)
     try:
-        found = made(args)
+        found, drawn = made(args)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             files.replace(args.out / JSON_FILE, (json.dumps(found, indent=1), "\n"))
+            if drawn:
+                trace = found.get("trace")
+                title = f"{' / '.join(found['policies'])}{' on ' + trace['name'] if trace else ''}"
+                write_page(args.out / PAGE_FILE, found["kind"], title, drawn, found)
+                _say(f"page: {args.out / PAGE_FILE}")
     except BrokenPipeError:
         raise
     except (SpecError, OSError) as error:
