@@ -20,7 +20,7 @@ from .colours import PART_FILLS, STAGE_FILLS, LayoutColours, phase_fill
 from .figures import by_part, stalled_s
 from .predicted import Prediction
 from .series import Series, Span, binned
-from .svg import GanttBar, Interval, Line, Mark, Part, Strip
+from .svg import GanttBar, Interval, Line, Mark, Part, Point, Strip
 from .timeline import bars
 
 BINS = 480
@@ -459,28 +459,28 @@ class _Page:
         )
 
     def agreement(self) -> str:
-        stalls: list[tuple[float, float, int, str]] = []
-        steps: list[tuple[float, float, int, str]] = []
+        stalls: list[Point] = []
+        savings: list[Point] = []
         for run, each in zip(self.runs, self.predictions, strict=True):
             group = self.group[run.name]
             for one in each:
-                where = f"{run.name}, after step {one.step}"
-                for points, predicted, measured in (
-                    (stalls, one.stall_s, one.measured_stall_s),
-                    (steps, one.step_s, one.measured_step_s),
-                ):
-                    if predicted and measured and predicted > 0 and measured > 0:
-                        tip = (
-                            f"{where}\npredicted {svg.number(predicted)} s, measured "
-                            f"{svg.number(measured)} s ({measured / predicted - 1:+.0%})"
-                        )
-                        points.append((predicted, measured, group, tip))
-        word = "simulated truth" if self.runs[0].source == "simulator" else "measured"
+                where = f"{run.name}, after step {one.step}{' (forced)' if one.forced else ''}"
+                if one.stall_s > 0 and one.measured_stall_s > 0:
+                    tip = (
+                        f"{where}\npredicted {svg.number(one.stall_s)} s, was "
+                        f"{svg.number(one.measured_stall_s)} s"
+                    )
+                    stalls.append(Point(one.stall_s, one.measured_stall_s, group, tip))
+                if one.saving is not None and one.measured_saving is not None:
+                    tip = f"{where}\npredicted {one.saving:+.1%}, was {one.measured_saving:+.1%}"
+                    percent = 100 * one.saving, 100 * one.measured_saving
+                    savings.append(Point(*percent, group, tip))
         parts = [
-            f"<div><h3>{escape(title)}</h3>{svg.scatter(points, title, 's')}</div>"
-            for title, points in (
-                ("stall of each transition", stalls),
-                ("seconds of a step in the new plan", steps),
+            f"<div><h3>{escape(title)}</h3>"
+            f"{svg.scatter(points, title, unit, logarithmic=logarithmic)}</div>"
+            for title, points, unit, logarithmic in (
+                ("stall of each transition", stalls, "s", True),
+                ("what each saved of a step, in the steps after it", savings, "%", False),
             )
             if points
         ]
@@ -488,8 +488,8 @@ class _Page:
             return ""
         return _section(
             "Predicted and measured",
-            f"What the controller expected when it decided, against what came of it ({word}). On "
-            "the dashed line they agree.",
+            "What the controller expected when it decided, against what came of it. On the dashed "
+            "line they agree. Savings are against the plan that was left, at the same lengths.",
             f'<div class="pair">{"".join(parts)}</div>',
         )
 

@@ -22,7 +22,7 @@ def write_page(
 ) -> None:
     """Write the page of `runs`, with the figures of `found` where it is a comparison.
 
-    Raises: OSError.
+    Raises: OSError; SpecError: a controller's journal that cannot be read.
     """
     series = [series_of(name, records) for name, (_, records) in runs.items()]
     text = page(
@@ -32,7 +32,7 @@ def write_page(
         _notes(found, series[0].config),
         series,
         found,
-        [predictions(path, records) for path, records in runs.values()],
+        [predictions(path) for path, _ in runs.values()],
     )
     files.replace(out, (text,))
 

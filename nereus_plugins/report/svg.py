@@ -336,7 +336,9 @@ def forest(rows: Sequence[Interval], title: str) -> str:
     x = Axis(low - room, high + room, LEFT, LEFT + INNER - 190.0)
     bottom = 4.0 + row * len(rows)
     out = []
-    for value in ticks(x.low, x.high, 7):
+    marks = ticks(x.low, x.high, 7)
+    fine = 0 if len(marks) < 2 or marks[1] - marks[0] > 0.0099 else 1
+    for value in marks:
         at = x(value)
         out.append(
             element(
@@ -344,7 +346,9 @@ def forest(rows: Sequence[Interval], title: str) -> str:
                 class_="zero" if abs(value) < 1e-12 else "grid",
             )
         )  # fmt: skip
-        out.append(label(at, bottom + 15, f"{value:+.0%}" if value else "0", "middle"))
+        out.append(
+            label(at, bottom + 15, f"{value:+.{fine}%}" if abs(value) > 1e-12 else "0", "middle")
+        )
     for index, one in enumerate(rows):
         y = 4.0 + (index + 0.5) * row
         text = f"{one.mean:+.1%}"
@@ -398,19 +402,29 @@ def gantt(bars: Sequence[GanttBar], total: float, title: str) -> str:
     return drawing(bottom + 22.0, out, title)
 
 
-def scatter(points: Sequence[tuple[float, float, int, str]], title: str, unit: str) -> str:
-    """Predicted (x) against measured (y), both logarithmic, with the line where they agree.
+class Point(NamedTuple):
+    """What was predicted, and what was measured."""
 
-    points: predicted, measured, the run's number, what to say of it; both above 0.
+    predicted: float
+    measured: float
+    group: int
+    tip: str
+
+
+def scatter(points: Sequence[Point], title: str, unit: str, *, logarithmic: bool) -> str:
+    """Predicted (x) against measured (y), with the line on which they agree.
+
+    logarithmic: both axes; values then have to be above 0.
     """
     size, left, bottom = 380.0, 64.0, 340.0
-    values = [v for p in points for v in p[:2]]
-    low = math.floor(2 * math.log10(min(values)) - 0.05) / 2
-    high = math.ceil(2 * math.log10(max(values)) + 0.05) / 2
+    place = math.log10 if logarithmic else float
+    values = [place(v) for p in points for v in (p.predicted, p.measured)]
+    room = 0.05 * (max(values) - min(values)) or 0.1
+    low, high = min(values) - room, max(values) + room
     x, y = Axis(low, high, left, size - 14.0), Axis(low, high, bottom, 14.0)
     out = []
     for value in ticks(low, high, 5):
-        text = number(10.0**value)
+        text = number(10.0**value if logarithmic else value)
         out.append(element("line", x1=x(value), x2=x(value), y1=14.0, y2=bottom, class_="grid"))
         out.append(element("line", x1=left, x2=size - 14, y1=y(value), y2=y(value), class_="grid"))
         out.append(label(x(value), bottom + 16, text, "middle"))
@@ -418,12 +432,12 @@ def scatter(points: Sequence[tuple[float, float, int, str]], title: str, unit: s
     out.append(element("line", x1=x(low), y1=y(low), x2=x(high), y2=y(high), class_="limit"))
     out.append(label(size - 14, bottom + 34, f"predicted, {unit}", "end", class_="quiet"))
     out.append(label(left + 6, 26, f"measured, {unit}", class_="quiet"))
-    for predicted, measured, group, tip in points:
+    for one in points:
         dot = element(
-            "circle", cx=x(math.log10(predicted)), cy=y(math.log10(measured)), r=4.0,
-            fill=colour(group), class_="dot", data_tip=tip,
+            "circle", cx=x(place(one.predicted)), cy=y(place(one.measured)), r=4.0,
+            fill=colour(one.group), class_="dot", data_tip=one.tip,
         )  # fmt: skip
-        out.append(element("g", dot, class_=f"run r{group}"))
+        out.append(element("g", dot, class_=f"run r{one.group}"))
     return element(
         "svg",
         element("title", escape(title)) + "".join(out),
