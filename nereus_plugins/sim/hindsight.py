@@ -16,7 +16,7 @@ from .world import World
 _SAME = 1.1
 # What a step may hold of memory before chance is added.
 _ROOM = 0.985
-_QUANTILES = 5
+_SIZES, _LENGTHS = 3, 5
 _FINALISTS = 5
 
 
@@ -25,12 +25,12 @@ class StaticHindsight(Static):
 
     def __init__(self, world: World, run_s: Callable[[GlobalPlan], float]) -> None:
         """`run_s`: see `hindsight_plan`."""
-        super().__init__("static_hindsight")
+        super().__init__("static_hindsight", planning=world.planning())
         self._world = world
         self._run_s = run_s
 
     def start(self, known: Known) -> GlobalPlan:
-        self._given = hindsight_plan(self._world, Planning(known), self._run_s)
+        self._given = hindsight_plan(self._world, self._world.planning(), self._run_s)
         return super().start(known)
 
 
@@ -50,17 +50,8 @@ def hindsight_plan(
 
     Raises: SpecError: no plan gets through the trace.
     """
-    trace = world.trace
-    counts = _counts(world, planning)
-    ordered, means = sorted(counts), sorted(trace.mean_response_tokens)
-    sizes = {counts[0], *(ordered[i] for i in _spread(len(ordered)))}
-    lengths = [trace.response_tokens(means[i]) for i in _spread(len(means))]
-    lengths.append(planning.sized_lengths())
-    found = (planning.best(size, one) for size in sorted(sizes) for one in lengths)
-    candidates = list(dict.fromkeys(plan for plan in found if plan is not None))
-    costs = _Costs(world, planning, list(_stretches(counts, trace.mean_response_tokens)))
-    tried = sorted(candidates, key=costs.total_s)[:_FINALISTS]
-    own = planning.sized(counts[0])
+    tried = [plan for _, plan in promising(world, planning)[:_FINALISTS]]
+    own = planning.sized(world.known.gpus)
     if own is not None and own not in tried:
         tried.append(own)
     taken = {plan: run_s(plan) for plan in tried}
@@ -68,6 +59,21 @@ def hindsight_plan(
     if best is None or math.isinf(taken[best]):
         raise SpecError("static_hindsight: no single plan gets through the trace")
     return best
+
+
+def promising(world: World, planning: Planning) -> list[tuple[float, GlobalPlan]]:
+    """Candidates for the whole trace with their costs in seconds (see `hindsight_plan`), least
+    first."""
+    trace = world.trace
+    counts = _counts(world, planning)
+    ordered, means = sorted(counts), sorted(trace.mean_response_tokens)
+    sizes = {counts[0], *(ordered[i] for i in _spread(len(ordered), _SIZES))}
+    lengths = [trace.response_tokens(means[i]) for i in _spread(len(means), _LENGTHS)]
+    lengths.append(planning.sized_lengths())
+    found = (planning.best(size, one) for size in sorted(sizes) for one in lengths)
+    candidates = dict.fromkeys(plan for plan in found if plan is not None)
+    costs = _Costs(world, planning, list(_stretches(counts, trace.mean_response_tokens)))
+    return sorted(((costs.total_s(plan), plan) for plan in candidates), key=lambda c: c[0])
 
 
 class _Stretch(NamedTuple):
@@ -141,8 +147,8 @@ def _counts(world: World, planning: Planning) -> list[int]:
     return counts
 
 
-def _spread(count: int) -> list[int]:
-    return [i * (count - 1) // (_QUANTILES - 1) for i in range(_QUANTILES)]
+def _spread(count: int, parts: int) -> list[int]:
+    return [i * (count - 1) // (parts - 1) for i in range(parts)]
 
 
 def _stretches(counts: Sequence[int], means: Sequence[float]) -> Iterator[_Stretch]:

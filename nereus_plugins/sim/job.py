@@ -13,21 +13,19 @@ from typing import Any
 
 from nereus_plugins import __version__
 from nereus_plugins.cost.estimate import Estimate, StageEstimate
-from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.gtg.compile import InfeasibleTransition
 from nereus_plugins.job import (
     Capabilities,
     Gpus,
     Proposal,
-    StageCapability,
     StaleProposal,
     UnitInfo,
 )
-from nereus_plugins.planner.cli import limits_of
-from nereus_plugins.spec import GlobalPlan, Knobs, Layout, ModelStage, SpecError, WorkloadSpec
+from nereus_plugins.spec import GlobalPlan, Knobs, ModelStage, SpecError, WorkloadSpec
 from nereus_plugins.trace.conditions import Conditions
 from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
 
+from .planning import capabilities_of
 from .transitions import TransitionCost
 from .world import World
 
@@ -330,23 +328,6 @@ def _broken(stage: StageEstimate) -> tuple[str, str]:
         f"out of memory in {stage.stage}: {stage.reserved_bytes / gib:.1f} GiB of "
         f"{stage.capacity_bytes / gib:.1f}",
         "memory",
-    )
-
-
-def capabilities_of(job: JobSpec) -> Capabilities:
-    """What the simulator carries out."""
-    every = StageCapability(
-        layout_fields=frozenset(f.name for f in dataclasses.fields(Layout)),
-        knob_fields=frozenset(f.name for f in dataclasses.fields(Knobs)),
-    )
-    limits = limits_of(job)
-    return Capabilities(
-        framework="simulator",
-        framework_version=__version__,
-        stages=dict.fromkeys(job.stages(), every),
-        coupled=limits.coupled if limits is not None else (),
-        devices_fixed=False,
-        refused=(),
     )
 
 

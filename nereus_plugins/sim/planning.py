@@ -6,20 +6,23 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from nereus_plugins import __version__
 from nereus_plugins.cost.estimate import estimate
-from nereus_plugins.planner import plan
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.job import Capabilities, StageCapability
+from nereus_plugins.planner import Planned, plan
+from nereus_plugins.planner.cli import limits_of
 from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import (
     Assignment,
     GlobalPlan,
+    Knobs,
     Layout,
     LengthDistribution,
     ModelStage,
     SpecError,
 )
 from nereus_plugins.trace.conditions import Setting
-
-from .job import capabilities_of
 
 
 class Known(NamedTuple):
@@ -40,11 +43,25 @@ _ANCHOR = GlobalPlan({ModelStage.ACTOR_GENERATE: Assignment(Layout())}, name="an
 _NO_HURRY = 10**9
 
 
+class Rules(NamedTuple):
+    """What plans a framework can be launched in, beside the limits of `limits_of`.
+
+    colocated: all models on the same GPUs. uneven: pipeline stages of unequal size as well, which
+    no transition reaches.
+    """
+
+    colocated: bool = False
+    uneven: bool = False
+
+
 class Planning:
     """The planner of one job, uncalibrated; answers are kept."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known, rules: Rules = Rules()) -> None:  # noqa: B008
         self.known = known
+        self.rules = rules
+        # By GPUs and memory: what re-planning for other lengths begins from.
+        self._last: dict[tuple[int, float], Planned] = {}
         self._iteration_s: dict[tuple[object, LengthDistribution], float] = {}
         self._seconds: dict[tuple[object, LengthDistribution, float], float | None] = {}
         self._best: dict[tuple[int, LengthDistribution, float], GlobalPlan | None] = {}
@@ -70,10 +87,14 @@ class Planning:
                     cluster,
                     setting.workload(response_tokens),
                     gpus=gpus,
-                    capabilities=capabilities_of(setting.job),
-                    current=_ANCHOR,
+                    capabilities=dataclasses.replace(
+                        capabilities_of(setting.job), colocated=self.rules.colocated
+                    ),
+                    current=None if self.rules.uneven else _ANCHOR,
                     horizon_steps=_NO_HURRY,
+                    after=self._last.get((gpus, memory)),
                 )
+                self._last[gpus, memory] = found
                 self._best[key] = found.plan if found.estimate.fits else None
             except SpecError:
                 self._best[key] = None
@@ -155,4 +176,21 @@ def _points(lengths: LengthDistribution) -> tuple[tuple[float, float], ...]:
         (0.0, first),
         *((p, lengths.quantile(p)) for p in grid),
         (1.0, lengths.quantile(1 - 1e-9)),
+    )
+
+
+def capabilities_of(job: JobSpec) -> Capabilities:
+    """What the simulator carries out."""
+    every = StageCapability(
+        layout_fields=frozenset(f.name for f in dataclasses.fields(Layout)),
+        knob_fields=frozenset(f.name for f in dataclasses.fields(Knobs)),
+    )
+    limits = limits_of(job)
+    return Capabilities(
+        framework="simulator",
+        framework_version=__version__,
+        stages=dict.fromkeys(job.stages(), every),
+        coupled=limits.coupled if limits is not None else (),
+        devices_fixed=False,
+        refused=(),
     )

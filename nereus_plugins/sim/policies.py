@@ -22,6 +22,7 @@ from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStag
 
 from .job import Failure, SimulatedJob
 from .planning import Known, Planning
+from .world import World
 
 S = ModelStage
 
@@ -57,6 +58,14 @@ class Policy(Protocol):
         ...
 
 
+class Elsewhere(NamedTuple):
+    """A policy that runs in another world than it is compared in: the job as another framework has
+    it, under the same conditions, truth and chance."""
+
+    world: World
+    policy: Policy
+
+
 class Missed:
     """Seconds that a job has lost by not running in the plan it could run in."""
 
@@ -86,16 +95,23 @@ LESS_MEMORY = 0.94
 class Static:
     """See the module's docstring."""
 
-    def __init__(self, name: str = "static", own: GlobalPlan | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "static",
+        own: GlobalPlan | None = None,
+        planning: Planning | None = None,
+    ) -> None:
+        """planning: where its plans come from; default the planner's."""
         self.name = name
         self.memory = 1.0
         self.missed = Missed()
         self._given = own
+        self._planning = planning
         self.planning: Planning
         self.own: GlobalPlan
 
     def start(self, known: Known) -> GlobalPlan:
-        self.planning = Planning(known)
+        self.planning = self._planning or Planning(known)
         self.memory = 1.0
         self.missed = Missed()
         self.own = self._given or self.sized(known.gpus)
@@ -140,8 +156,8 @@ class DPScaling:
 
     name = "dp_scaling"
 
-    def __init__(self) -> None:
-        self.fixed = Static("dp_scaling")
+    def __init__(self, planning: Planning | None = None) -> None:
+        self.fixed = Static("dp_scaling", planning=planning)
         self._scaled: dict[tuple[int, float], GlobalPlan | None] = {}
         # Pairs of plans between which no transition was possible.
         self._impossible: set[tuple[object, object]] = set()

@@ -11,20 +11,27 @@ from typing import Any
 import numpy as np
 
 from nereus_plugins.job import Proposal
-from nereus_plugins.spec import GlobalPlan, SpecError
+from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord
 
+from . import frameworks
 from .hindsight import StaticHindsight
 from .job import Failure, SimulatedJob
 from .nereus import Nereus
-from .planning import Known
-from .policies import Decision, DPScaling, Policy, Static
+from .policies import Decision, DPScaling, Elsewhere, Policy, Static
 from .world import World
 
-POLICIES: Mapping[str, Callable[[World], Policy]] = {
-    "static": lambda world: Static(),
-    "dp_scaling": lambda world: DPScaling(),
-    "static_hindsight": lambda world: StaticHindsight(world, lambda plan: _held_s(world, plan)),
+# What makes each policy. It runs in the world given, or in that of an `Elsewhere`.
+POLICIES: Mapping[str, Callable[[World], Policy | Elsewhere]] = {
+    "static": lambda world: Static(planning=world.planning()),
+    "dp_scaling": lambda world: DPScaling(world.planning()),
+    "static_hindsight": lambda world: StaticHindsight(
+        world, lambda plan: _run_s(world, Static("held", plan, world.planning()))
+    ),
+    "verl_static": lambda world: frameworks.untuned(world, "verl_static", "verl"),
+    "verl_tuned": lambda world: frameworks.tuned(world, "verl_tuned", "verl", _run_s),
+    "openrlhf_default": lambda world: frameworks.untuned(world, "openrlhf_default", "openrlhf"),
+    "openrlhf_tuned": lambda world: frameworks.tuned(world, "openrlhf_tuned", "openrlhf", _run_s),
     "nereus": Nereus,
 }
 # A step that fails this often in a row ends the run.
@@ -80,15 +87,16 @@ def run(world: World, name: str, records: Path | None = None) -> Result:
     """
     if name not in POLICIES:
         raise SpecError(f"no policy {name!r}: choose from {', '.join(POLICIES)}")
-    return through(world, POLICIES[name](world), records)
+    made = POLICIES[name](world)
+    if isinstance(made, Elsewhere):
+        world, made = made.world, made.policy
+    return through(world, made, records)
 
 
 def through(world: World, policy: Policy, records: Path | None = None) -> Result:
     """As `run`, of a policy of the caller's own."""
     trace = world.trace
-    first = trace.conditions(0, 0.0)
-    known = Known(trace.setting, first.gpus, first.response_tokens, trace.max_response_tokens)
-    plan = policy.start(known)
+    plan = policy.start(world.known)
     writer = RecordWriter(records) if records is not None else None
     try:
         job = SimulatedJob(
@@ -103,9 +111,12 @@ def through(world: World, policy: Policy, records: Path | None = None) -> Result
             writer.close()
 
 
-def _held_s(world: World, plan: GlobalPlan) -> float:
-    """Seconds of the trace as `static` with this plan; infinite if it does not reach the end."""
-    result = through(world, Static("held", plan))
+def _run_s(world: World, policy: Policy) -> float:
+    """Seconds of the trace; infinite if the policy does not reach its end, or cannot begin."""
+    try:
+        result = through(world, policy)
+    except SpecError:
+        return math.inf
     return math.inf if result.stopped else result.run_s
 
 

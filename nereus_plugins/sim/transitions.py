@@ -16,6 +16,7 @@ import numpy as np
 from nereus_plugins.cost.estimate import resolve_gpu
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.models import as_shape
 from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph, changes_between
@@ -60,16 +61,18 @@ class Transitions:
         self.cluster = cluster
         self.constants = constants
         self.units = planned_units(job)
-        if not self.units:
-            raise SpecError(
-                f"backend={job.backend}: its state cannot be predicted, so transitions cannot be "
-                "simulated; use megatron or fsdp"
-            )
+        self._state_bytes: dict[object, float] = {}
         self._tables: dict[tuple[str, Assignment], ShardTable] = {}
         self._known: dict[tuple[object, object], TransitionCost | InfeasibleTransition] = {}
 
     def cost(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
-        """Raises: InfeasibleTransition: the target does not fit beside what cannot be parked."""
+        """Raises: InfeasibleTransition: the target does not fit beside what cannot be parked.
+        SpecError: a backend whose transitions cannot be simulated."""
+        if not self.units:
+            raise SpecError(
+                f"backend={self.job.backend}: its state cannot be predicted, so transitions cannot "
+                "be simulated; use megatron or fsdp, or restart"
+            )
         key = (old.assignments, new.assignments)
         if key not in self._known:
             try:
@@ -83,12 +86,39 @@ class Transitions:
 
     def state_bytes_on_node(self, plan: GlobalPlan) -> float:
         """Bytes of trained state on the fullest node: what a checkpoint writes and reads there."""
+        if plan.assignments not in self._state_bytes:
+            try:
+                found = self._predicted_state_bytes(plan)
+            except SpecError:  # pipeline stages of unequal size
+                found = None
+            self._state_bytes[plan.assignments] = found or self._counted_state_bytes(plan)
+        return self._state_bytes[plan.assignments]
+
+    def _predicted_state_bytes(self, plan: GlobalPlan) -> float | None:
+        if not self.units:
+            return None
         nodes = np.zeros(self.cluster.nodes)
         for unit in self.units:
             if unit.optimizer is not None:
                 storages = self._table(unit, plan.assignments[unit.stage]).storages
                 np.add.at(nodes, storages.rank // self.cluster.gpus_per_node, storages.nbytes)
         return float(nodes.max())
+
+    def _counted_state_bytes(self, plan: GlobalPlan) -> float:
+        """Where no table says it: a node's share of bf16 weights as its ranks are cut, and of fp32
+        masters and moments over all ranks."""
+        nbytes = 0.0
+        for stage in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN):
+            if stage in plan.assignments:
+                layout = plan.assignments[stage].layout
+                per_node = min(self.cluster.gpus_per_node, layout.world_size)
+                whole = layout.tp * layout.pp
+                cut = whole if layout.sharding in ("none", "zero1", "zero2") else layout.world_size
+                parameters = as_shape(self.job.model_of(stage)).num_parameters()
+                nbytes += parameters * (
+                    2.0 * min(1.0, per_node / cut) + 12.0 * per_node / layout.world_size
+                )
+        return nbytes
 
     def _table(self, unit: PlannedUnit, assignment: Assignment) -> ShardTable:
         # Knobs move nothing.

@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 from nereus_plugins.cost.estimate import Estimate, estimate
+from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.spec import GlobalPlan, WorkloadSpec
 from nereus_plugins.trace.conditions import Trace
 
 from .constants import Constants
+from .planning import Known, Planning, Rules
 from .transitions import Transitions
 from .truth import Chance, StepTruth, Truth, TruthSpec
 
 
 class World:
-    """A trace and a seed. Compiled transitions are kept, so that policies share them.
-
-    Raises: SpecError: a backend whose transitions cannot be simulated.
-    """
+    """A trace and a seed. Compiled transitions and plans are kept, so that policies share them."""
 
     def __init__(
         self,
@@ -37,7 +36,36 @@ class World:
         sequences = self.setting.prompts_per_step * self.setting.samples_per_prompt
         self.chance = Chance(self.truth.spec, self.seed, trace.steps, sequences)
         self._known: dict[tuple[object, WorkloadSpec], Estimate] = {}
+        self._planning: dict[object, Planning] = {}
+        self._of_job: dict[JobSpec, World] = {}
         self.transitions = Transitions(self.setting.job, self.setting.cluster, self.constants)
+
+    @property
+    def known(self) -> Known:
+        """What whoever starts the job knows."""
+        trace = self.trace
+        first = trace.conditions(0, 0.0)
+        return Known(trace.setting, first.gpus, first.response_tokens, trace.max_response_tokens)
+
+    def planning(self, rules: Rules = Rules()) -> Planning:  # noqa: B008
+        """The planner under these rules."""
+        if rules not in self._planning:
+            self._planning[rules] = Planning(self.known, rules)
+        return self._planning[rules]
+
+    def of_job(self, job: JobSpec) -> World:
+        """The same conditions, truth and chance for a job that another framework runs."""
+        if job == self.setting.job:
+            return self
+        if job not in self._of_job:
+            setting = dataclasses.replace(self.setting, job=job)
+            self._of_job[job] = World(
+                dataclasses.replace(self.trace, setting=setting),
+                seed=self.seed,
+                truth=self.truth.spec,
+                constants=self.constants,
+            )
+        return self._of_job[job]
 
     def true_estimate(self, plan: GlobalPlan, workload: WorkloadSpec) -> Estimate:
         """What an iteration really takes, chance left out."""

@@ -453,10 +453,20 @@ def test_wrong_use(
     assert message in capsys.readouterr().err
 
 
-def test_a_backend_whose_state_cannot_be_predicted_is_refused() -> None:
+def test_a_backend_whose_state_cannot_be_predicted_runs_and_has_no_transitions() -> None:
     other = dataclasses.replace(SETTING, job=dataclasses.replace(SETTING.job, backend="deepspeed"))
+    world = World(trace(((0.0, 16), (20.0, 8)), steps=30, setting=other))
+    result = running.through(world, Static(planning=world.planning()))
+    assert (result.stopped, result.restarts) == ("", 1)
+    plans = [world.planning().sized(gpus) for gpus in (16, 8)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    # Weights, masters and moments once over all ranks, or whole weights on every node (ZeRO-2).
+    parameters = SETTING.job.actor.num_parameters()
+    assert 14 * parameters / 2 <= world.transitions.state_bytes_on_node(plans[0])
+    assert world.transitions.state_bytes_on_node(plans[0]) <= 14 * parameters
     with pytest.raises(SpecError, match="backend=deepspeed"):
-        World(trace(setting=other))
+        world.transitions.cost(plans[0], plans[1])
 
 
 def test_what_was_missed_counts_the_lengths_of_now() -> None:
