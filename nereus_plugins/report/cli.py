@@ -19,7 +19,7 @@ from nereus_plugins.spec import SpecError
 from nereus_plugins.trace import files
 from nereus_plugins.trace.conditions import Trace, find
 
-from . import measured, simulated
+from . import measured, sensitivity, simulated
 from .compare import comparison
 from .figures import read_run
 from .render import Drawn, write_page
@@ -64,6 +64,11 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--steps", type=int, help="thin the trace out to so many steps")
     s.add_argument("--truth", type=Path, metavar="FILE", help="spreads of truth and chance (YAML)")
     s.add_argument("--constants", type=Path, metavar="FILE", help="costs of transitions (YAML)")
+    s.add_argument(
+        "--vary", metavar="NAMES",
+        help="vary assumptions one at a time and tabulate the differences: all, or "
+        f"comma-separated of {', '.join(sensitivity.ASSUMPTIONS)}",
+    )  # fmt: skip
     s.add_argument("--jobs", type=int, metavar="N", help="processes, by seed; default: 1")
     return p
 
@@ -113,20 +118,34 @@ def request(args: argparse.Namespace) -> simulated.Request:
     )
 
 
+def _runs(
+    asked: simulated.Request, out: Path | None, args: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """By policy, its figures in the order of the seeds."""
+    found = simulated.run_all(asked, out, args.jobs or 1, _say)
+    return {name: [by_seed[seed] for seed in asked.seeds] for name, by_seed in found.items()}
+
+
 def _simulated(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
     asked = request(args)
     baseline = _baseline(args, asked.policies)
-    found = simulated.run_all(asked, args.out, args.jobs or 1, _say)
-    runs = {name: [by_seed[seed] for seed in asked.seeds] for name, by_seed in found.items()}
+    others = sensitivity.settings(asked, args.vary) if args.vary is not None else []
+    runs = _runs(asked, args.out, args)
     drawn = {}
     if args.out is not None:
         for name in asked.policies:
             folder = simulated.folder_of(args.out, name, asked.seeds[0])
             if "step_s_mean" in runs[name][0]:
                 drawn[name] = (folder, read_run(folder))
+    varied = []
+    for other in others:
+        _say(f"varied: {other.text}")
+        beside = args.out / "varied" / other.name if args.out is not None else None
+        varied.append((other, _runs(other.request, beside, args)))
     return {
         "kind": "simulated",
         **comparison(runs, baseline),
+        "sensitivity": sensitivity.tabulated(runs, varied, baseline) if varied else None,
         "seeds": list(asked.seeds),
         "trace": describe_trace(asked.trace),
         "truth": dataclasses.asdict(asked.truth),
@@ -167,7 +186,7 @@ def made(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
     if args.out is not None:
         _check_folder(args.out)
     simulate = [f"--{n}" for n in ("trace", "policies", "seeds", "steps", "truth", "constants",
-                                   "jobs") if getattr(args, n) is not None]  # fmt: skip
+                                   "vary", "jobs") if getattr(args, n) is not None]  # fmt: skip
     if args.run or args.runs:
         if simulate:
             raise SpecError(
@@ -247,7 +266,23 @@ def text(found: Mapping[str, Any]) -> str:
                 f"  {name:{width}} "
                 + (f"{share:.0%}" if share is not None else f"{gain:+.1%} of the whole")
             )
+    if found.get("sensitivity"):
+        lines += ["", f"assumptions varied one at a time; run time against {found['baseline']}:"]
+        lines += _sensitivity(found["sensitivity"], width)
     return "\n".join(lines)
+
+
+def _sensitivity(table: Mapping[str, Any], width: int) -> list[str]:
+    names = list(table["verdicts"])
+    column = max(len(row["text"]) for row in table["rows"])
+    lines = [f"  {'':{column}} " + " ".join(f"{name:>{width}}" for name in names)]
+    for row in table["rows"]:
+        cells = []
+        for name in names:
+            d = row["differences"].get(name)
+            cells.append(f"{'stopped' if d is None else format(d['mean'], '+.1%'):>{width}}")
+        lines.append(f"  {row['text']:{column}} " + " ".join(cells))
+    return lines + [f"  {name}: {verdict}" for name, verdict in table["verdicts"].items()]
 
 
 def _row(one: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ def page(
         made.key(),
         made.difference(),
         made.table(),
+        made.sensitivity(),
         made.step_time(),
         made.conditions(),
         made.plans(),
@@ -273,6 +274,30 @@ class _Page:
             "Figures",
             about,
             f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>',
+        )
+
+    def sensitivity(self) -> str:
+        table = (self.found or {}).get("sensitivity")
+        if not table:
+            return ""
+        parts = []
+        for name, verdict in table["verdicts"].items():
+            rows = [
+                Interval(row["text"], self.group[name], d["mean"], d["low"], d["high"])
+                for row in table["rows"]
+                if (d := row["differences"].get(name)) is not None
+            ]
+            if rows:
+                parts.append(
+                    f'<div class="run r{self.group[name]}"><h3>{escape(f"{name}: {verdict}")}</h3>'
+                    f"{svg.forest(rows, f'{name} under other assumptions', wide=True)}</div>"
+                )
+        base = self.found["baseline"] if self.found else ""
+        return _section(
+            "Other assumptions",
+            f"Run time against {base}, one assumption varied at a time.",
+            *parts,
+            long=True,
         )
 
     # -- over steps ----------------------------------------------------------------------------
@@ -615,13 +640,15 @@ def _gantt(target: str, record: TransitionRecord) -> str:
         unit.get("bytes_wire", 0) for unit in record.units.values() if isinstance(unit, Mapping)
     )
     text = f"{svg.number(moved / 1e9)} GB between ranks"
+    if "relaunch" in record.seconds:
+        text = "started again from a checkpoint"
     if "hidden_s" in record.background:
         text += f"; {svg.number(float(record.background['hidden_s']))} s more in the background"
     return (
         f'<details id="{escape(target)}"><summary>after step {record.step}: '
         f"{svg.number(total)} s <small>{escape(words)}</small></summary><div>{chart}"
         f"{_legend((name, phase_fill(name)) for name in dict.fromkeys(seen))}"
-        f"<p><small>{escape(text)}</small></p></div></details>"
+        f"<p>{escape(text)}</p></div></details>"
     )
 
 

@@ -327,13 +327,13 @@ class Interval(NamedTuple):
     high: float | None
 
 
-def forest(rows: Sequence[Interval], title: str) -> str:
-    """Relative differences with their intervals, around none."""
-    row = 26.0
+def forest(rows: Sequence[Interval], title: str, *, wide: bool = False) -> str:
+    """Relative differences with their intervals, around none. wide: names are sentences."""
+    row, left = (22.0, 330.0) if wide else (26.0, LEFT)
     ends = [0.0] + [v for r in rows for v in (r.mean, r.low, r.high) if v is not None]
     low, high = min(ends), max(ends)
     room = 0.06 * (high - low or 0.1)
-    x = Axis(low - room, high + room, LEFT, LEFT + INNER - 190.0)
+    x = Axis(low - room, high + room, left, LEFT + INNER - 190.0)
     bottom = 4.0 + row * len(rows)
     out = []
     marks = ticks(x.low, x.high, 7)
@@ -352,7 +352,9 @@ def forest(rows: Sequence[Interval], title: str) -> str:
     for index, one in enumerate(rows):
         y = 4.0 + (index + 0.5) * row
         text = f"{one.mean:+.1%}"
-        inside = [label(LEFT - 8, y + 4, short(one.name, 22), "end", fill=colour(one.group))]
+        name = short(one.name, 54 if wide else 22)
+        fill = None if wide else colour(one.group)
+        inside = [label(left - 8, y + 4, name, "end", fill=fill)]
         if one.low is not None and one.high is not None:
             text += f"   ({one.low:+.1%} to {one.high:+.1%})"
             begin, end = x(one.low), x(one.high)

@@ -14,6 +14,7 @@ from nereus_plugins.report import simulated
 from nereus_plugins.report.cli import parser, request
 from nereus_plugins.report.compare import mean_figures, oracle_shares
 from nereus_plugins.report.figures import by_part, figures, read_run, stalled_s
+from nereus_plugins.report.sensitivity import settings, tabulated
 from nereus_plugins.report.statistics import paired, t_quantile
 from nereus_plugins.report.thin import thinned
 from nereus_plugins.sim import run as running
@@ -336,6 +337,64 @@ def test_seeds_in_several_processes_say_the_same(
     assert found["runs"] == compared[1]["runs"]
 
 
+def test_assumptions_vary_one_at_a_time(trace_file: Path) -> None:
+    given = ["--trace", str(trace_file), "--policies", "static,dp_scaling", "--seeds", "2"]
+    asked = request(parser().parse_args(given))
+    found = {one.name: one.request for one in settings(asked, "all")}
+    assert len(found) == 15
+    assert len({r.fingerprint("static", 5) for r in (asked, *found.values())}) == 16
+    assert found["noise-0.1"].truth.noise == 0.1
+    assert found["noise-0.1"].trace == asked.trace
+    assert found["relaunch-600"].constants.relaunch_s == 600
+    assert found["availability-0.5"].trace.gpus == ((0.0, 8), (3.0, 8), (6.0, 8))  # one node
+    links = found["bandwidth-4"].trace.setting.cluster.inter_node
+    base = asked.trace.setting.cluster.inter_node
+    assert links.bandwidth_bytes_per_s == 4 * base.bandwidth_bytes_per_s
+    assert [one.name for one in settings(asked, "error,noise")] == [
+        "error-0.05", "error-0.1", "error-0.2", "noise-0", "noise-0.1",
+    ]  # fmt: skip
+    with pytest.raises(SpecError, match="--vary 'nois'"):
+        settings(asked, "nois")
+
+
+def test_what_holds_in_one_setting_only_is_called_so(trace_file: Path) -> None:
+    def runs(*run_s: float, stopped: str = "") -> Any:
+        base = [{"run_s": 100.0, "stopped": ""} for _ in run_s]
+        return {"static": base, "it": [{"run_s": s, "stopped": stopped} for s in run_s]}
+
+    given = ["--trace", str(trace_file), "--policies", "static", "--seeds", "2"]
+    first, second, third = settings(request(parser().parse_args(given)), "error")
+    clear, unclear, worse = runs(80, 82), runs(80, 119), runs(110, 111)
+    table = tabulated(clear, [(first, unclear), (second, worse), (third, runs(90, 90))], "static")
+    assert [row["differences"]["it"]["mean"] < 0 for row in table["rows"]] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    assert table["verdicts"]["it"] == (
+        f"faster in 2 of 4 settings; not: {first.text}; {second.text}"
+    )
+    table = tabulated(clear, [(first, unclear), (second, worse)], "static")
+    assert table["verdicts"]["it"] == "faster in one setting only, of 3: as given"
+    table = tabulated(worse, [(first, runs(1, 1, stopped="it broke"))], "static")
+    assert table["rows"][1]["differences"]["it"] is None
+    assert table["verdicts"]["it"] == "faster in none of 2 settings"
+
+
+def test_varied_assumptions_are_tabulated(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main(["ab", "--trace", str(trace_file), "--policies", "static,dp_scaling", "--vary",
+                 "relaunch", "-o", str(out)]) == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "starting the job again 600 s" in printed
+    table = json.loads((out / "ab.json").read_text())["sensitivity"]
+    slow, fast = (
+        next(r for r in table["rows"] if r["name"] == name)["differences"]["dp_scaling"]["mean"]
+        for name in ("relaunch-600", "relaunch-60")
+    )
+    assert slow < fast  # the dearer a restart, the more a transition saves
+    assert (out / "varied" / "relaunch-600" / "runs" / "static" / "seed-5").is_dir()
+    assert "<h2>Other assumptions</h2>" in (out / "report.html").read_text(encoding="utf-8")
+
+
 def test_jobs_that_have_run_side_by_side(tmp_path: Path, capsys: Any) -> None:
     off, act = write(tmp_path / "off", live()), write(tmp_path / "act", live(0.5)[:-1])
     assert main(["ab", str(off), str(act), "--json"]) == 0
@@ -377,6 +436,7 @@ def test_measured_and_simulated_are_never_mixed(
     [
         (["--trace", "TRACE", "--policies", "statik"], "no policy 'statik'"),
         (["--trace", "TRACE"], "--policies is required"),
+        (["--trace", "TRACE", "--policies", "static", "--vary", "x"], "--vary 'x'"),
         (["--trace", "TRACE", "--policies", "static", "--seeds", "0"], "--seeds must be at least"),
         (["--trace", "TRACE", "--policies", "static", "--jobs", "0"], "--jobs must be at least 1"),
         (["--trace", "TRACE", "--policies", "static", "--steps", "99"], "small has 8"),
