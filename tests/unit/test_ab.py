@@ -328,6 +328,7 @@ def test_a_policy_that_cannot_begin_does_not_end_the_others(
     assert found["differences"] == {}
 
 
+@pytest.mark.full
 def test_seeds_in_several_processes_say_the_same(
     compared: tuple[Path, Any], trace_file: Path, capsys: Any
 ) -> None:
@@ -342,11 +343,12 @@ def test_assumptions_vary_one_at_a_time(trace_file: Path) -> None:
     asked = request(parser().parse_args(given))
     found = {one.name: one.request for one in settings(asked, "all")}
     assert len(found) == 15
-    assert len({r.fingerprint("static", 5) for r in (asked, *found.values())}) == 16
+    # A single node cannot become fewer: there, two settings are as given.
+    assert len({r.fingerprint("static", 5) for r in (asked, *found.values())}) == 14
+    assert found["availability-0.5"].trace == asked.trace
     assert found["noise-0.1"].truth.noise == 0.1
     assert found["noise-0.1"].trace == asked.trace
     assert found["relaunch-600"].constants.relaunch_s == 600
-    assert found["availability-0.5"].trace.gpus == ((0.0, 8), (3.0, 8), (6.0, 8))  # one node
     links = found["bandwidth-4"].trace.setting.cluster.inter_node
     base = asked.trace.setting.cluster.inter_node
     assert links.bandwidth_bytes_per_s == 4 * base.bandwidth_bytes_per_s
