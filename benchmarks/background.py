@@ -3,11 +3,15 @@
     python benchmarks/background.py [--json] [--engine fsdp2|megatron] [--cycles N] [--share S]
 
 Runs verl's main_ppo (PPO with critic, CPU) once. Actor and critic go to another layout and back,
-half of the times in the background and half at the boundary, in both directions alike; between two
-transitions a step goes by. From the job's records, medians:
+half of the times in the background and half at the boundary, in both directions alike, the order
+turned round. After each, two steps go by before the step that ends with the next one:
 
-- exposed: seconds that everything waited for a transition, background against blocking;
-- generation: seconds of the stage that ran while one was prepared, against the same stage alone.
+- exposed: seconds that everything waited for a transition, background against blocking, medians;
+- generation, per token of the longest response, in the step after the transition (beside its
+  preparation, if that was in the background) and in the one after that (beside the garbage that it
+  left), each against the third step of the same transition, which has nothing beside it. After a
+  blocking transition there is nothing beside any of them: what its ratios differ from 1 is noise;
+- three steps: their seconds as a whole with a transition of each kind.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from nereus_verl.demo.task import make_task
 from nereus_plugins.trace.record import Record, StepRecord, TransitionRecord, read_records
 
 WARM_UP_STEPS = 2
+STEPS_EACH = 3  # beside the preparation, beside the garbage, beside nothing
 TIMEOUT_S = 1500.0
 BLOCKING_AFTER = "NEREUS_BENCHMARK_BLOCKING_AFTER"  # steps: the others' transitions are hidden
 # A cycle: each way of getting there and back, each way once in the background.
@@ -43,12 +48,14 @@ BACK = {"fsdp2": {"shard_size": 2}, "megatron": {"tp": 2}}
 def measure(engine: str, cycles: int, share: float, hidden: int, directory: Path) -> dict[str, Any]:
     """Raises: RuntimeError if the job failed, or if a transition did not go the way it should."""
     task = make_task(directory / "task", hidden=hidden)
-    after = {WARM_UP_STEPS + 2 * i: in_background for i, in_background in enumerate(CYCLE * cycles)}
+    kinds = CYCLE * cycles
+    after = {WARM_UP_STEPS + STEPS_EACH * i: kind for i, kind in enumerate(kinds)}
     schedule = {step: (THERE, BACK)[i % 2][engine] for i, step in enumerate(after)}
     job = Job(
         engine=engine,
         ranks=2,
-        steps=max(after) + 2,
+        steps=max(after) + STEPS_EACH,
+        actor_lr=1e-6,  # responses stay as long as they are
         layout=START[engine],
         batch_prompts=4,
         mini_batch_prompts=4,
@@ -82,38 +89,50 @@ def measure(engine: str, cycles: int, share: float, hidden: int, directory: Path
 def evaluate(records: Sequence[Record], after: Mapping[int, bool]) -> dict[str, Any]:
     """Medians. Args: after: by step of a transition, whether it was to be in the background."""
     transitions = {r.step: r for r in records if isinstance(r, TransitionRecord)}
-    stages_s = {r.step: r.stages_s for r in records if isinstance(r, StepRecord)}
-    generate_s = {step: stages["gen"] for step, stages in stages_s.items()}
+    steps = {r.step: r for r in records if isinstance(r, StepRecord)}
     for step, in_background in after.items():
         record = transitions[step]
         if record.outcome != "committed" or ("hidden_s" in record.background) != in_background:
             raise RuntimeError(f"after step {step}: {record.outcome}, {record.background}")
-    exposed_s: dict[bool, list[float]] = {True: [], False: []}
-    for step, in_background in after.items():
-        # The whole wait as the trainer saw it; in the background it is the next step's.
-        stages = stages_s[step + 1 if in_background else step]
-        exposed_s[in_background].append(stages["nereus_transition"])
-    beside = [generate_s[step + 1] for step, in_background in after.items() if in_background]
-    moving = {step + 1 for step, in_background in after.items() if in_background}
-    alone = [s for step, s in generate_s.items() if step > WARM_UP_STEPS and step not in moving]
-    first = transitions[WARM_UP_STEPS]
-    hidden_steps = [step for step, in_background in after.items() if in_background]
-    figures = {
-        "exposed_s_background": statistics.median(exposed_s[True]),
-        "exposed_s_blocking": statistics.median(exposed_s[False]),
-        "generation_s_beside_a_transition": statistics.median(beside),
-        "generation_s_alone": statistics.median(alone),
-        "prepare_s_background": statistics.median(
-            transitions[step].background["prepare_s"] for step in hidden_steps
-        ),
-        "release_s": statistics.median(t.seconds["release"] for t in transitions.values()),
-        "state_bytes_received": sum(unit["bytes_wire"] for unit in first.units.values()),
-        "transitions_of_each_kind": len(hidden_steps),
+    generation_s = {
+        step: record.stages_s["gen"] / record.metrics["response_length/max"]
+        for step, record in steps.items()
     }
-    figures["exposed_ratio"] = figures["exposed_s_background"] / figures["exposed_s_blocking"]
-    figures["generation_ratio"] = (
-        figures["generation_s_beside_a_transition"] / figures["generation_s_alone"]
-    )
+
+    def exposed_s(step: int) -> float:
+        """The whole wait as the trainer saw it; in the background it is the next step's."""
+        return steps[step + 1 if after[step] else step].stages_s["nereus_transition"]
+
+    def slowdown(step: int, nth: int) -> float:
+        return generation_s[step + nth] / generation_s[step + STEPS_EACH]
+
+    def whole_s(step: int) -> float:
+        """From the end of the update of `step` to that of the last step of the transition."""
+        between = steps[step].stages_s["nereus_transition"] if not after[step] else 0.0
+        return between + sum(steps[step + n].step_s for n in range(1, STEPS_EACH))
+
+    figures: dict[str, Any] = {}
+    for kind, name in ((True, "background"), (False, "blocking")):
+        at = [step for step in after if after[step] == kind]
+        figures |= {
+            f"exposed_s_{name}": statistics.median(map(exposed_s, at)),
+            f"whole_s_{name}": statistics.median(map(whole_s, at)),
+            f"generation_ratios_{name}": [round(slowdown(step, 1), 3) for step in at],
+            f"generation_ratio_{name}": statistics.median(slowdown(step, 1) for step in at),
+            f"next_generation_ratio_{name}": statistics.median(slowdown(step, 2) for step in at),
+            f"seconds_{name}": {
+                phase: statistics.median(transitions[step].seconds[phase] for step in at)
+                for phase in transitions[at[0]].seconds
+            },
+        }
+    hidden = [transitions[step] for step in after if after[step]]
+    figures |= {
+        "exposed_ratio": figures["exposed_s_background"] / figures["exposed_s_blocking"],
+        "generation_s": statistics.median(steps[s + STEPS_EACH].stages_s["gen"] for s in after),
+        "prepare_s_background": statistics.median(t.background["prepare_s"] for t in hidden),
+        "state_bytes_received": sum(unit["bytes_wire"] for unit in hidden[0].units.values()),
+        "transitions_of_each_kind": len(hidden),
+    }
     return figures
 
 
@@ -149,9 +168,13 @@ def main() -> None:
     print(
         f"everything waits {figures['exposed_s_background']:.2f} s for a transition in the "
         f"background, {figures['exposed_s_blocking']:.2f} s for the same one blocking (ratio "
-        f"{figures['exposed_ratio']:.2f}); generation beside it "
-        f"{figures['generation_s_beside_a_transition']:.2f} s, alone "
-        f"{figures['generation_s_alone']:.2f} s (ratio {figures['generation_ratio']:.3f}); "
+        f"{figures['exposed_ratio']:.2f}); generation ({figures['generation_s']:.1f} s) takes "
+        f"{figures['generation_ratio_background']:.2f} times as long beside the preparation "
+        f"({figures['prepare_s_background']:.1f} s), "
+        f"{figures['next_generation_ratio_background']:.2f} times beside its garbage "
+        f"(noise: {figures['generation_ratio_blocking']:.2f}, "
+        f"{figures['next_generation_ratio_blocking']:.2f}); as a whole "
+        f"{figures['whole_s_background']:.2f} s against {figures['whole_s_blocking']:.2f} s; "
         f"measured on {figures['measured_on']}, load {figures['load_average']:.1f}"
     )
     if args.json:

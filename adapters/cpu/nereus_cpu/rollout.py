@@ -22,7 +22,7 @@ from nereus_cpu.checks import CpuPlatformError
 from nereus_cpu.generate import Completion, Request, generate
 from nereus_plugins.transport import fingerprint
 
-GATHER_S = 0.02  # how long a batch waits for more requests
+GATHER_S = 0.1  # a batch that has room waits until no request has come for so long
 
 
 def server_name(replica_rank: int) -> str:
@@ -82,7 +82,7 @@ class HFServer:
     async def _serve(self) -> None:
         rows = self._config.max_num_seqs
         while self._waiting:
-            await asyncio.sleep(GATHER_S)
+            await self._gather(rows)
             batch, self._waiting = self._waiting[:rows], self._waiting[rows:]
             try:
                 completions = await asyncio.to_thread(
@@ -98,6 +98,13 @@ class HFServer:
             else:
                 for (_, future), completion in zip(batch, completions, strict=True):
                     future.set_result(completion)
+
+    async def _gather(self, rows: int) -> None:
+        """Wait for more requests: those that miss a batch wait for all of it."""
+        waiting = 0
+        while waiting < len(self._waiting) < rows:
+            waiting = len(self._waiting)
+            await asyncio.sleep(GATHER_S)
 
     async def load_weights(self, named: list[tuple[str, torch.Tensor]], global_steps: int) -> None:
         missing, unexpected = self._model.load_state_dict(dict(named), strict=False)
