@@ -96,7 +96,8 @@ def oracle_shares(runs: Runs) -> dict[str, Any] | None:
     """How much of what the oracle saves over the best fixed plan each policy saves, in `run_s`.
 
     None without both of them. shares: by policy; None where the oracle saves under 2 %, and then
-    `against_hindsight` says what the policy gains or loses.
+    `against_hindsight` says what the policy gains or loses. free_saving: what no policy of the
+    oracle's candidates can exceed, transitions being free; None where the oracle does not say.
     """
     if ORACLE not in runs or HINDSIGHT not in runs:
         return None
@@ -114,8 +115,10 @@ def oracle_shares(runs: Runs) -> dict[str, Any] | None:
         took = float(np.mean([one["run_s"] for one in each]))
         gains[name] = 1.0 - took / fixed
         shares[name] = (fixed - took) / (fixed - best) if saving >= LEAST_SAVING else None
+    free = [one["about"]["free_s"] for one in runs[ORACLE] if "free_s" in one.get("about", {})]
     return {
         "saving": saving,
+        "free_saving": 1.0 - float(np.mean(free)) / fixed if free else None,
         "shares": shares,
         "against_hindsight": gains,
         "note": (

@@ -224,7 +224,9 @@ class _Page:
         )
         oracle = self.found.get("oracle")
         if oracle:
-            about += f" The oracle saves {oracle['saving']:.1%} over static_hindsight."
+            about += f" The oracle saves {oracle['saving']:.1%} over static_hindsight"
+            free = oracle.get("free_saving")
+            about += "." if free is None else f", {free:.1%} if transitions were free."
         return _section(f"Against {self.found['baseline']}", about, *parts)
 
     def table(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
 from nereus_plugins.sim import run as running
 from nereus_plugins.sim.constants import Constants
 from nereus_plugins.sim.truth import TruthSpec
@@ -22,6 +23,7 @@ from nereus_plugins.trace import files
 from nereus_plugins.trace.conditions import Trace
 from nereus_plugins.trace.record import RECORDS_FILE
 
+from .compare import ORACLE
 from .figures import figures, read_run
 from .versions import code_sha256, versions
 
@@ -108,9 +110,10 @@ def _listed(request: Request, out: Path | None, seed: int) -> list[_One]:
 
 
 def _seed(request: Request, out: Path | None, seed: int) -> Iterator[_One]:
-    """One world for all policies: they share the transitions that were compiled."""
+    """One world for all policies: they share the transitions that were compiled. The oracle, which
+    looks at what the others do, comes last."""
     world: World | None = None
-    for policy in request.policies:
+    for policy in sorted(request.policies, key=lambda name: name == ORACLE):
         kept = None if out is None else _kept(request, out, policy, seed)
         if kept is not None:
             yield policy, seed, kept, True
@@ -130,7 +133,8 @@ def _seed(request: Request, out: Path | None, seed: int) -> Iterator[_One]:
 
 def _simulate(world: World, policy: str, folder: Path) -> dict[str, Any]:
     """The run's figures; where it cannot even begin, `stopped` says why and there are no others."""
-    for name in (RESULT_FILE, RECORDS_FILE):  # of a run that was interrupted, or another request
+    # Of a run that was interrupted, or of another request.
+    for name in (RESULT_FILE, RECORDS_FILE, DECISIONS_FILE):
         (folder / name).unlink(missing_ok=True)
     try:
         result = running.run(world, policy, folder).to_dict()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
+from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.job import Proposal
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord
@@ -81,7 +83,7 @@ def run(world: World, name: str, records: Path | None = None) -> Result:
 
     Args:
         name: one of `POLICIES`.
-        records: a directory for the run's records.
+        records: a directory for the run's records, and the controller's journal.
 
     Raises: SpecError: no plan to start in; OSError.
     """
@@ -90,7 +92,13 @@ def run(world: World, name: str, records: Path | None = None) -> Result:
     made = POLICIES[name](world)
     if isinstance(made, Elsewhere):
         world, made = made.world, made.policy
-    return through(world, made, records)
+    if records is None or not isinstance(made, Nereus):
+        return through(world, made, records)
+    made.journal = DecisionJournal(records / DECISIONS_FILE)
+    try:
+        return through(world, made, records)
+    finally:
+        made.journal.close()
 
 
 def through(world: World, policy: Policy, records: Path | None = None) -> Result:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nereus_plugins.cli import main
+from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
@@ -14,6 +15,7 @@ from nereus_plugins.report import simulated
 from nereus_plugins.report.cli import parser, request
 from nereus_plugins.report.compare import mean_figures, oracle_shares
 from nereus_plugins.report.figures import by_part, figures, read_run, stalled_s
+from nereus_plugins.report.predicted import Prediction, predictions
 from nereus_plugins.report.sensitivity import settings, tabulated
 from nereus_plugins.report.statistics import paired, t_quantile
 from nereus_plugins.report.thin import thinned
@@ -210,6 +212,10 @@ def test_the_oracles_saving_is_shared_out() -> None:
     found = oracle_shares(runs)
     assert found is not None
     assert found["saving"] == pytest.approx(0.2)
+    assert found["free_saving"] is None
+    free = oracle_shares(runs | {"oracle": [of(80)[0] | {"about": {"free_s": 75.0}}]})
+    assert free is not None
+    assert free["free_saving"] == pytest.approx(0.25)
     assert found["shares"] == {"a": pytest.approx(0.9), "b": pytest.approx(-0.5)}
     found = oracle_shares(runs | {"oracle": of(99)})
     assert found is not None
@@ -307,6 +313,24 @@ def test_a_fingerprint_follows_everything_that_a_result_follows_from(
     assert of() in found
     monkeypatch.setattr(simulated, "code_sha256", lambda: "another")
     assert of() not in found
+
+
+def test_a_simulated_controllers_journal_is_beside_its_records(
+    trace_file: Path, tmp_path: Path
+) -> None:
+    def proofs() -> list[Prediction]:
+        assert main(["ab", "--trace", str(trace_file), "--policies", "nereus", "-o",
+                     str(tmp_path)]) == 0  # fmt: skip
+        folder = simulated.folder_of(tmp_path, "nereus", 5)
+        assert DecisionJournal(folder).read()[0]["kind"] == "start"
+        return predictions(folder)
+
+    first = proofs()
+    (simulated.folder_of(tmp_path, "nereus", 5) / "result.json").unlink()
+    entries = len(DecisionJournal(simulated.folder_of(tmp_path, "nereus", 5)).read())
+    assert proofs() == first
+    # The journal of the run that was taken for interrupted is not written behind.
+    assert len(DecisionJournal(simulated.folder_of(tmp_path, "nereus", 5)).read()) == entries
 
 
 def test_a_policy_that_cannot_begin_does_not_end_the_others(
