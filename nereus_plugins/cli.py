@@ -85,7 +85,9 @@ def _control(command: str) -> Callable[[Sequence[str]], int]:
     def run(arguments: Sequence[str]) -> int:
         from nereus_plugins.control import cli
 
-        commands = (cli.transition, cli.status, cli.pause, cli.resume)
+        commands = (
+            cli.transition, cli.status, cli.pause, cli.resume, cli.gpus, cli.approve,
+        )  # fmt: skip
         return {f.__name__: f for f in commands}[command](arguments)
 
     return run
@@ -120,6 +122,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "pause": ("have a live job execute no transition; it trains on", _control("pause")),
     "resume": ("end `nereus pause`", _control("resume")),
+    "gpus": ("say how many GPUs a live job with a controller may use", _control("gpus")),
+    "approve": ("have a live job execute what its controller proposed", _control("approve")),
 }
 
 

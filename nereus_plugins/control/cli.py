@@ -1,7 +1,7 @@
-"""`nereus transition`, `status`, `pause`, `resume`: command a live job by its run directory, or by
-its name in Ray.
+"""`nereus transition`, `status`, `pause`, `resume`, `gpus`, `approve`: command a live job by its
+run directory, or by its name in Ray.
 
-Exit status of all four:
+Exit status of all of them:
 
     0  done: committed (with --no-wait: accepted), paused, resumed, status shown
     1  the transition was aborted (the old layout trains on) or failed (the job ends)
@@ -31,6 +31,7 @@ from nereus_plugins.control.messages import (
     REFUSED,
     MessageError,
 )
+from nereus_plugins.control.offered import Offered
 from nereus_plugins.control.view import View, lines
 from nereus_plugins.spec import SpecError
 from nereus_plugins.spec.record import load_yaml
@@ -41,7 +42,7 @@ WAIT_S = 20  # of one request; then it is asked again
 MOST_STEPS = 1000  # that are shown
 MOST_EVERY_S = 86400
 
-_EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all four", "")
+_EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all of them", "")
 _JOB = (
     "the job's run directory (nereus.run_dir; by default `nereus` in its checkpoint folder); or "
     "ray:NAME, on a node of its Ray cluster (RAY_ADDRESS, or the one that runs here): NAME is its "
@@ -61,12 +62,7 @@ def transition(argv: Sequence[str]) -> int:
         help="YAML or JSON: what nereus.schedule has for one step, like {tp: 2}, "
         "{actor: {ulysses: 2}}, {ranks: 8}; or a global plan",
     )
-    parser.add_argument(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="show progress until it is committed, refused or aborted (Ctrl-C leaves it pending)",
-    )
+    _may_wait(parser)
     parser.add_argument(
         "--epoch",
         type=int,
@@ -74,6 +70,15 @@ def transition(argv: Sequence[str]) -> int:
         "the one that it is in now",
     )
     return _guarded(parser, argv, _transition)
+
+
+def _may_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show progress until it is committed, refused or aborted (Ctrl-C leaves it pending)",
+    )
 
 
 def _transition(args: argparse.Namespace) -> int:
@@ -89,12 +94,17 @@ def _transition(args: argparse.Namespace) -> int:
         raise _Usage(f"--epoch must be at least 0, got {args.epoch}")
     client = Client(args.run_dir)
     epoch = client.endpoint.epoch if args.epoch is None else args.epoch
-    reply = client.call("submit", epoch=epoch, plan=plan)
+    return _submitted(client, {"epoch": epoch, "plan": plan}, args.wait)
+
+
+def _submitted(client: Client, fields: dict[str, Any], wait: bool) -> int:
+    """Submit a plan, and show what becomes of it."""
+    reply = client.call("submit", **fields)
     if reply["state"] == REFUSED:
         return _refused(reply)
     try:
         _say(reply)
-        if not args.wait:
+        if not wait:
             return DONE
         while reply["state"] not in FINAL:
             seen = {"seen": reply["state"], "phase": reply["phase"]}
@@ -196,6 +206,65 @@ def _switch(args: argparse.Namespace, command: str) -> int:
     if pending is not None:
         print(f"plan {pending['number']} is {pending['state']}")
     return DONE
+
+
+def gpus(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "gpus",
+        "Say how many GPUs a live job with a controller may use from now on: more than it has "
+        "ranks, and its controller may have it grow as far as Ray has them free; fewer, and it "
+        "leaves the others within the notice.",
+    )
+    parser.add_argument("gpus", type=int, help="how many")
+    parser.add_argument(
+        "--notice",
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="after which those beyond must have been left (default 0: at the next boundary)",
+    )
+    return _guarded(parser, argv, _gpus)
+
+
+def _gpus(args: argparse.Namespace) -> int:
+    client = Client(args.run_dir)
+    if args.gpus < 1 or args.notice < 0:
+        raise _Usage("a job takes at least one GPU, and a notice is at least 0 seconds")
+    reply = client.call("gpus", epoch=client.endpoint.epoch, gpus=args.gpus, notice_s=args.notice)
+    if reply["state"] == REFUSED:
+        return _refused(reply)
+    print(f"the job may use {args.gpus} GPUs; it uses {reply['job'].get('world_size')}")
+    return DONE
+
+
+def approve(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "approve",
+        "Have a live job execute what its controller proposed (nereus.controller.mode=advise), at "
+        "its next iteration boundary.",
+    )
+    parser.add_argument(
+        "number", type=int, nargs="?", help="of the proposal (default: the last one, whichever)"
+    )
+    _may_wait(parser)
+    return _guarded(parser, argv, _approve)
+
+
+def _approve(args: argparse.Namespace) -> int:
+    client = Client(args.run_dir)
+    try:
+        offered = Offered.read(args.run_dir)
+    except FileNotFoundError:
+        raise _Usage(f"the controller of {args.run_dir} has proposed nothing yet") from None
+    except (OSError, SpecError) as error:
+        raise _Usage(str(error)) from None
+    if args.number is not None and args.number != offered.number:
+        raise _Usage(
+            f"proposal {args.number} is not the last one, which is {offered.number}: "
+            f"{offered.reason}"
+        )
+    print(f"proposal {offered.number}: {offered.reason}")
+    return _submitted(client, offered.fields(), args.wait)
 
 
 def _refused(reply: dict[str, Any]) -> int:

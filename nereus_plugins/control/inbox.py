@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nereus_plugins.control.messages import (
@@ -27,7 +27,12 @@ MOST_REASON = 4000  # characters
 
 
 class Refused(RuntimeError):
-    """A command was not taken; the text says why, and what to do."""
+    """A command was not taken; the text says why, and what to do.
+
+    by_plan: the plan cannot be run by this job, whenever it comes.
+    """
+
+    by_plan = False
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Submitted:
     number: from 1, in the job. epoch: that it was made for. plan: as written, see
     `messages.check_plan`. what: what it changes, in words. step: after which it is or was executed,
     None before. state: see `messages`. phase: of the transition that is being executed. reason: why
-    it ended so.
+    it ended so. by_plan: refused because the job cannot run it, whenever it comes. predicted: what
+    its controller expects of it; empty: a person's plan.
     """
 
     number: int
@@ -48,6 +54,8 @@ class Submitted:
     reason: str = ""
     step: int | None = None
     phase: str = ""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    by_plan: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,7 +66,20 @@ class Submitted:
             "reason": self.reason,
             "step": self.step,
             "phase": self.phase,
+            "predicted": dict(self.predicted),
+            "by_plan": self.by_plan,
         }
+
+
+@dataclass(frozen=True)
+class Granted:
+    """GPUs that the job may use from now on, by command.
+
+    deadline: by `time.monotonic`, until which those beyond must have been left.
+    """
+
+    gpus: int
+    deadline: float
 
 
 class Inbox:
@@ -67,10 +88,24 @@ class Inbox:
     Args:
         check: says in words what a plan changes in the job as it is now; raises ValueError naming
             the setting if it cannot be run. Called from a thread of the server: it may only read.
+        adapt: makes a controller's plan one that the job can run; raises as `check`.
+        more: further fields of the status as they are when it is asked for; as `check`.
+        takes_gpus: why commands cannot say which GPUs the job may use; "": they can.
     """
 
-    def __init__(self, check: Callable[[Mapping[str, Any]], str]) -> None:
+    def __init__(
+        self,
+        check: Callable[[Mapping[str, Any]], str],
+        *,
+        adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda plan: plan,
+        more: Callable[[], Mapping[str, Any]] = dict,
+        takes_gpus: str = "this job has no controller",
+    ) -> None:
         self._check = check
+        self._adapt = adapt
+        self._more = more
+        self._takes_gpus = takes_gpus
+        self._granted: Granted | None = None
         self._changed = threading.Condition()
         self._job: dict[str, Any] = {"epoch": 0}
         self._pending: Submitted | None = None
@@ -82,18 +117,23 @@ class Inbox:
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def submit(self, epoch: int, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises: Refused."""
+    def submit(
+        self, epoch: int, plan: Mapping[str, Any], predicted: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Args: predicted: of a controller's plan. Raises: Refused."""
         with self._changed:
             self._require_free(epoch)
         try:
+            plan = plan if predicted is None else self._adapt(plan)
             what = self._check(plan)
         except ValueError as error:
-            raise Refused(str(error)) from None
+            refused = Refused(str(error))
+            refused.by_plan = True
+            raise refused from None
         with self._changed:
             self._require_free(epoch)
             self._count += 1
-            self._pending = Submitted(self._count, epoch, plan, what)
+            self._pending = Submitted(self._count, epoch, plan, what, predicted=predicted or {})
             self._changed.notify_all()
             return self._pending.to_dict()
 
@@ -130,8 +170,28 @@ class Inbox:
             return self._status()
 
     def status(self) -> dict[str, Any]:
+        more = self._more()
         with self._changed:
-            return self._status()
+            return {**self._status(), **more}
+
+    def grant(self, epoch: int, gpus: int, notice_s: float) -> dict[str, Any]:
+        """The job may use so many GPUs from now on; others it must have left after `notice_s`.
+
+        Raises: Refused.
+        """
+        with self._changed:
+            self._require_epoch(epoch)
+            if self._takes_gpus:
+                raise Refused(self._takes_gpus)
+            if gpus < 1:
+                raise Refused("a job takes at least one GPU")
+            self._granted = Granted(gpus, time.monotonic() + notice_s)
+        return self.status()
+
+    def granted(self) -> Granted | None:
+        """What was said last of GPUs, None if nothing was."""
+        with self._changed:
+            return self._granted
 
     # -- the driver's side ------------------------------------------------------------------------
 
@@ -178,10 +238,11 @@ class Inbox:
                 self._pending.phase = phase
             self._changed.notify_all()
 
-    def answer(self, state: str, reason: str = "") -> None:
+    def answer(self, state: str, reason: str = "", *, by_plan: bool = False) -> None:
         """How the plan that was pulled ended."""
         with self._changed:
             if self._pending is not None:
+                self._pending.by_plan = by_plan
                 self._end(self._pending, state, reason)
 
     def close(self) -> None:

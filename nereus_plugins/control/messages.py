@@ -24,6 +24,7 @@ ENDPOINT_FILE = "control.json"
 MOST_BYTES = 1 << 18  # of one request or reply
 MOST_DEPTH = 8
 MOST_TEXT = 200
+MOST_NUMBERS, MOST_NUMBER = 32, 1e18
 
 # States of a submitted plan, in the order it can have them; the last four are final.
 ACCEPTED, EXECUTING = "accepted", "executing"
@@ -78,6 +79,17 @@ def integer(message: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MessageError(f"{name} must be a whole number from 0")
     return value
+
+
+def check_numbers(numbers: Any, name: str) -> dict[str, float]:
+    """Raises: MessageError unless field `name` maps a few names to numbers."""
+    if not isinstance(numbers, dict) or len(numbers) > MOST_NUMBERS:
+        raise MessageError(f"{name} must map at most {MOST_NUMBERS} names to numbers")
+    for key, value in numbers.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if len(key) > MOST_TEXT or not number or abs(value) > MOST_NUMBER:
+            raise MessageError(f"{name}.{key:.40}: {value!r:.40} is no number up to {MOST_NUMBER}")
+    return numbers
 
 
 def check_plan(plan: Any) -> dict[str, Any]:

@@ -155,14 +155,17 @@ class _Handler(socketserver.BaseRequestHandler):
             ):
                 return _refusal("not this job's token")
             return messages.encode(_run(self.server.inbox, request))
-        except (MessageError, Refused) as error:
+        except MessageError as error:
             return _refusal(str(error))
+        except Refused as error:
+            return _refusal(str(error), error.by_plan)
         except Exception as error:  # ours; the client is told, the job goes on
             return _refusal(f"an error of Nereus itself: {error!r}")
 
 
-def _refusal(reason: str) -> bytes:
-    return messages.encode({"state": REFUSED, "reason": reason[: messages.MOST_BYTES // 8]})
+def _refusal(reason: str, by_plan: bool = False) -> bytes:
+    reply = {"state": REFUSED, "reason": reason[: messages.MOST_BYTES // 8]}
+    return messages.encode(reply | ({"by_plan": True} if by_plan else {}))
 
 
 def _run(inbox: Inbox, request: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +179,13 @@ def _run(inbox: Inbox, request: dict[str, Any]) -> dict[str, Any]:
         return inbox.wait(messages.integer(request, "number"), seen, timeout_s, phase)
     if command == "submit":
         plan = messages.check_plan(request.get("plan"))
-        return inbox.submit(messages.integer(request, "epoch"), plan)
+        predicted = request.get("predicted")
+        if predicted is not None:
+            predicted = messages.check_numbers(predicted, "predicted")
+        return inbox.submit(messages.integer(request, "epoch"), plan, predicted)
+    if command == "gpus":
+        gpus, notice_s = messages.integer(request, "gpus"), messages.integer(request, "notice_s")
+        return inbox.grant(messages.integer(request, "epoch"), gpus, notice_s)
     if command == "pause":
         return inbox.pause(messages.integer(request, "epoch"))
     if command == "resume":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.control.messages import REFUSED, MessageError
+from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
+from nereus_plugins.controller.journal import parse_line
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
     NewRecords,
@@ -21,6 +24,7 @@ from nereus_plugins.trace.record import (
 from nereus_plugins.trace.show import layout_text, transition_lines
 
 TRANSITIONS = 3
+_TAIL_BYTES = 1 << 20  # of the decisions, in which the last one is looked for
 
 
 class View:
@@ -43,7 +47,8 @@ class View:
 
         Returns: `live`; `why` it is not; `control`, the live job's own status (None if it is not
         live); `run`, the last `steps` and the last `transitions`, which are records; `plan`,
-        layouts by unit in words, `epoch`, and how many `ranks`.
+        layouts by unit in words, `epoch`, and how many `ranks`; `decision`, the controller's last,
+        without alternatives, None where there is none.
 
         Raises: OSError, RecordError: there are no records, or they cannot be read.
         """
@@ -72,6 +77,7 @@ class View:
             "ranks": ranks,
             "steps": [record.to_dict() for record in self._steps],
             "transitions": [record.to_dict() for record in self._transitions],
+            "decision": last_decision(self._run_dir),
         }
 
     def _take(self, record: Record) -> None:
@@ -92,6 +98,23 @@ class View:
                 self._plan |= {unit: str(moved.get("to")) for unit, moved in record.units.items()}
                 self._epoch = record.epoch
                 self._ranks = record.ranks.get("to", self._ranks)
+
+
+def last_decision(run_dir: Path) -> dict[str, Any] | None:
+    """The controller's last decision, but for its alternatives; its journal is not read whole."""
+    try:
+        with open(run_dir / DECISIONS_FILE, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        entry = parse_line(line)
+        if entry is not None and entry["kind"] == "decision":
+            decision: dict[str, Any] = entry["decision"]
+            return {key: value for key, value in decision.items() if key != "alternatives"}
+    return None
 
 
 def _ask(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
@@ -123,12 +146,27 @@ def lines(seen: Mapping[str, Any]) -> Iterator[str]:
         yield "  nodes: " + ", ".join(f"{n} ({count})" for n, count in Counter(nodes).items())
     if control is not None:
         yield from _commands(control)
+    yield from _controller(control, seen["decision"])
     if seen["steps"]:
         yield from _steps(seen["steps"])
     for fields in seen["transitions"]:
         record = parse_record(fields)
         assert isinstance(record, TransitionRecord)
         yield from transition_lines(record)
+
+
+def _controller(
+    control: Mapping[str, Any] | None, decision: Mapping[str, Any] | None
+) -> Iterator[str]:
+    state = None if control is None else control.get("controller")
+    if state is not None:
+        died = f", started again {state['restarts']} times" if state["restarts"] else ""
+        yield f"controller: {state['mode']}{'' if state['running'] else ', not running'}{died}"
+        gpus = control["gpus"] if control is not None else {}
+        leaving = f", {gpus['leaving']} of them are leaving" if gpus["leaving"] else ""
+        yield f"  may use {gpus['available']} GPUs{leaving}"
+    if decision is not None:
+        yield f"  after step {decision['step']}: {decision['kind']}: {decision['reason']}"
 
 
 def _commands(control: Mapping[str, Any]) -> Iterator[str]:

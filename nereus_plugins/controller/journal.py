@@ -39,7 +39,7 @@ def parse(data: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
     lines = data.split(b"\n")
     tail = lines.pop()  # after the last newline: empty, or a line that was never finished
     for number, line in enumerate(lines, start=1):
-        entry = _entry(line)
+        entry = parse_line(line)
         if entry is None:
             if number == len(lines) and not tail:
                 break
@@ -53,7 +53,8 @@ def parse(data: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
     return entries, good
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """An entry, None where the line is damaged or a part of one."""
     checksum, _, payload = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(payload):
         return None

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nereus_plugins.cost.estimate import Estimate, check_layout, estimate
-from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.estimate import Estimate, check_layout, estimate, resolve_gpu
 from nereus_plugins.planner.candidates import ROLLOUT_FRACTIONS, knob_choices
 from nereus_plugins.planner.search import MARGIN, Planned, plan
 from nereus_plugins.spec import (
@@ -124,10 +123,11 @@ class Plans:
 
     def _memory(self, made: Estimate) -> float:
         highest = 0.0
+        outside = resolve_gpu(self.setting.setting.cluster).context_bytes
         for stage, one in made.stages.items():
             if any("cannot" in note for note in one.notes):
                 return math.inf
-            beside = sum(one.resting.values()) + OUTSIDE_TORCH_BYTES
+            beside = sum(one.resting.values()) + outside
             own = self.learned.bytes(stage, one.assignment, one.reserved_bytes - beside)
             highest = max(highest, (own + beside) / one.capacity_bytes)
         return highest
@@ -179,7 +179,8 @@ class Plans:
         """The plan with every choice of knobs that the adapter can change, layouts as they are."""
         workload = self.setting.setting.workload(self.lengths(mean_tokens))
         seen = {current.assignments}
-        for trained in knob_choices(workload, trains=True):
+        least = self.capabilities.least_budget_tokens
+        for trained in knob_choices(workload, trains=True, least_budget=least):
             for away in (False, True):
                 made = self._with_knobs(current, trained, away)
                 if made is not None and made.assignments not in seen:
@@ -196,7 +197,7 @@ class Plans:
         for stage, before in current.assignments.items():
             knobs = before.knobs
             if stage is not S.ACTOR_GENERATE:
-                trains = stage.model in ("actor", "critic")
+                trains = stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
                 knobs = dataclasses.replace(
                     trained if trains else Knobs(),
                     token_budget_tokens=trained.token_budget_tokens,
@@ -246,6 +247,9 @@ class Plans:
     def _with_dp(self, layout: Layout, gpus: int, stage: ModelStage) -> Layout | None:
         each = layout.world_size // layout.dp
         for dp in range(gpus // each, 0, -1):
+            divides = self.capabilities.dp_divides
+            if divides is not None and divides % dp and stage is not S.ACTOR_GENERATE:
+                continue
             try:
                 made = dataclasses.replace(layout, dp=dp)
                 if stage is not S.ACTOR_GENERATE:

@@ -33,6 +33,7 @@ class JobSetting(Record):
         changes: by model-stage, what the adapter can change. A stage not named never changes.
         coupled: model-stages that must share one layout.
         devices_fixed: whether the set of ranks stays as it is.
+        colocated, dp_divides, least_budget_tokens: as in `Capabilities`.
     """
 
     setting: Setting
@@ -42,11 +43,15 @@ class JobSetting(Record):
     changes: Mapping[ModelStage, Changeable]
     coupled: tuple[tuple[ModelStage, ...], ...] = ()
     devices_fixed: bool = False
+    colocated: bool = False
+    dp_divides: int | None = None
+    least_budget_tokens: int = 0
 
     def __post_init__(self) -> None:
         require_int("JobSetting", "max_response_tokens", self.max_response_tokens)
         require_int("JobSetting", "steps", self.steps)
-        require_bool("JobSetting", "devices_fixed", self.devices_fixed)
+        for name in ("devices_fixed", "colocated"):
+            require_bool("JobSetting", name, getattr(self, name))
         require(
             isinstance(self.response_tokens, LengthDistribution),
             "JobSetting.response_tokens must be a LengthDistribution",
@@ -73,6 +78,9 @@ class JobSetting(Record):
             },
             tuple(tuple(sorted(group, key=str)) for group in capabilities.coupled),
             capabilities.devices_fixed,
+            capabilities.colocated,
+            capabilities.dp_divides,
+            capabilities.least_budget_tokens,
         )
 
     def capabilities(self) -> Capabilities:
@@ -87,4 +95,7 @@ class JobSetting(Record):
             coupled=tuple(frozenset(group) for group in self.coupled),
             devices_fixed=self.devices_fixed,
             refused=(),
+            colocated=self.colocated,
+            dp_divides=self.dp_divides,
+            least_budget_tokens=self.least_budget_tokens,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from nereus_plugins.cost.compute import HBM_EFFICIENCY
 from nereus_plugins.cost.estimate import resolve_gpu
-from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
+from nereus_plugins.cost.hardware import CPU
 from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.gtg.build import build_graph, changes_between
 from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
@@ -25,6 +25,7 @@ from nereus_plugins.trace.conditions import Setting
 GROUPS_S, GROUPS_RANK_S = 0.03, 0.0025
 BUILD_S, DESCRIBE_S, VOTE_S = 1.0, 0.3, 0.002
 ENGINE_START_S = 30.0
+CPU_ENGINE_START_S = 3.0  # of a Hugging Face model in a process of its own
 # How much a measured transition counts against those before.
 _RATE = 0.5
 
@@ -80,7 +81,8 @@ class GraphEstimator:
         if rolls in new.assignments and engines_of(new.assignments[rolls]) - engines_of(
             old.assignments[rolls]
         ):
-            seconds["rollout"] = ENGINE_START_S
+            on_cpu = self.cluster.gpu.name == CPU
+            seconds["rollout"] = CPU_ENGINE_START_S if on_cpu else ENGINE_START_S
         changes = changes_between(old, new, self.units)
         if not changes:
             return TransitionEstimate(seconds, "")
@@ -91,7 +93,8 @@ class GraphEstimator:
             assert change.target is not None  # predicted on both sides
             moves[change.name] = plan_moves(change.source, change.target, node_of=node_of)
         on_host = self._offloaded(old) or self._offloaded(new)
-        budget = int(self.cluster.gpu.memory_bytes - OUTSIDE_TORCH_BYTES)
+        outside = resolve_gpu(self.cluster).context_bytes
+        budget = int(self.cluster.gpu.memory_bytes - outside)
         graph = build_graph(
             changes, world=world, memory_budget_bytes=None if on_host else budget, moves=moves
         )

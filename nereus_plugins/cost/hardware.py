@@ -49,6 +49,7 @@ class GPU:
         engine_bytes: what a rollout engine needs beyond weights and cache (assumed): its profiling
             run's activations, graphs.
         unused_bytes: reserved by the caching allocator whatever runs.
+        width: bytes of what a pass holds over those that it has in bf16.
         source: where the datasheet values come from.
     """
 
@@ -72,6 +73,7 @@ class GPU:
     framework_bytes: float = 64 * 2**20
     engine_bytes: float = 2.5e9
     unused_bytes: float = 0.2e9
+    width: float = 1.0
     source: str
 
 
@@ -286,6 +288,7 @@ _GPUS = (
         framework_bytes=0.0,
         engine_bytes=0.0,
         unused_bytes=0.0,
+        width=2.0,  # all in fp32
         source="nominal: one core",
     ),
 )

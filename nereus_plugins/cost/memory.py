@@ -325,7 +325,8 @@ def _stage_peaks(case: Case, stage: int) -> list[Memory]:
 
     def peak(moment: str, **parts: tuple[float, str]) -> Memory:
         listed = [Part(name, value, text) for name, (value, text) in state.items() if value > 0]
-        listed += [Part(name, value, text) for name, (value, text) in parts.items() if value > 0]
+        wide = case.gpu.width
+        listed += [Part(n, wide * value, text) for n, (value, text) in parts.items() if value > 0]
         listed.append(Part("framework", framework, "cuBLAS workspaces, small buffers"))
         allocated = sum(p.value for p in listed)
         return Memory(tuple(listed), moment, stage, reserved_bytes(case, allocated, listed))

@@ -278,6 +278,9 @@ def rollout_candidates(
             made.append(Candidate(layout, knobs, found))
         return found
 
+    # What is in force may be the only share that the adapter allows, also on other GPUs.
+    now = () if in_force is None else (in_force.knobs.rollout_memory_fraction,)
+    fractions: tuple[float | None, ...] = tuple(dict.fromkeys((*ROLLOUT_FRACTIONS, *now)))
     widest = 2 * cluster.gpus_per_node
     weights = engine_weight_bytes(as_shape(job.actor), Layout())
     while weights / widest > max(ROLLOUT_FRACTIONS) * cluster.gpu.memory_bytes:
@@ -285,7 +288,7 @@ def rollout_candidates(
     for tp in _powers(min(gpus, widest)):
         if gpus % tp or heads % tp:
             continue
-        for fraction in ROLLOUT_FRACTIONS:
+        for fraction in fractions:
             found = cost(Layout(tp=tp, dp=gpus // tp), Knobs(rollout_memory_fraction=fraction))
             if found is not None and not found.bounded:
                 break  # more cache would change nothing

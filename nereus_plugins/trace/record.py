@@ -138,6 +138,8 @@ class TransitionRecord(Record):
     background: where it was to be prepared while other stages ran. Prepared so: what that took,
         "prepare_s", pauses included; for "hidden_s" of them nothing waited. Prepared, or prepared
         again, while everything waited: "exposed", why. `seconds` hold what was waited for.
+    predicted: what the controller that proposed it expected: "transition_s", and of a step "step_s"
+        in the plan before and "new_step_s" in this one, "saving_s", for "steps", with "confidence".
     """
 
     kind: ClassVar[str] = "transition"
@@ -153,6 +155,7 @@ class TransitionRecord(Record):
     knobs: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
     background: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 KINDS: Mapping[str, type[Record]] = {

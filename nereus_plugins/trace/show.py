@@ -73,6 +73,12 @@ def _transition_lines(record: TransitionRecord) -> Iterator[str]:
     yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
     if record.reason:
         yield f"  because {record.reason}"
+    if "transition_s" in record.predicted:
+        said = record.predicted
+        yield (
+            f"  predicted: {said['transition_s']:.2f} s, then steps of {said['new_step_s']:.2f} s "
+            f"instead of {said['step_s']:.2f} s"
+        )
     if "hidden_s" in record.background:
         yield f"  in the background: {record.background['hidden_s']:.2f} s more"
     elif record.background:

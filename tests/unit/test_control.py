@@ -464,3 +464,66 @@ def test_who_waits_is_told_and_the_driver_is_not_held_up(running: Server, inbox:
     last.join(10)
     assert replies[-1]["state"] == "failed"
     assert "the job ended" in replies[-1]["reason"]
+
+
+# -- GPUs, and plans of a controller -------------------------------------------------------------
+
+
+def test_gpus_are_granted_by_command_where_there_is_a_controller(tmp_path: Path) -> None:
+    inbox = Inbox(str, takes_gpus="")
+    server = Server(tmp_path, inbox, "run", 3)
+    try:
+        inbox.inform(epoch=3)
+        client = Client(tmp_path)
+        assert inbox.granted() is None
+        before = time.monotonic()
+        assert client.call("gpus", epoch=3, gpus=4, notice_s=30)["state"] == "ok"
+        granted = inbox.granted()
+        assert granted is not None
+        assert granted.gpus == 4
+        assert before + 29 < granted.deadline < time.monotonic() + 31
+        stale = client.call("gpus", epoch=2, gpus=4, notice_s=0)
+        assert stale["state"] == "refused"
+        assert "stale" in stale["reason"]
+        assert "at least one" in client.call("gpus", epoch=3, gpus=0, notice_s=0)["reason"]
+    finally:
+        server.close()
+
+
+def test_gpus_are_refused_without_a_controller(running: Server, tmp_path: Path) -> None:
+    reply = Client(tmp_path).call("gpus", epoch=running.endpoint.epoch, gpus=4, notice_s=0)
+    assert reply["state"] == "refused"
+    assert reply["reason"] == "this job has no controller"
+
+
+def test_a_controllers_plan_is_adapted_and_its_numbers_are_kept(tmp_path: Path) -> None:
+    inbox = Inbox(str, adapt=lambda plan: {**plan, "pp": 2}, more=lambda: {"gpus": 8})
+    server = Server(tmp_path, inbox, "run", 0)
+    try:
+        client = Client(tmp_path)
+        assert client.call("status")["gpus"] == 8
+        reply = client.call("submit", epoch=0, plan={"tp": 2}, predicted={"saving_s": 1.5})
+        assert reply["state"] == "accepted"
+        pulled = inbox.pull(1)
+        assert pulled is not None
+        assert pulled.plan == {"tp": 2, "pp": 2}
+        assert pulled.predicted == {"saving_s": 1.5}
+        inbox.answer("refused", "not today", by_plan=True)
+        (answered,) = client.call("status")["answered"]
+        assert answered["by_plan"]
+        assert client.call("submit", epoch=0, plan={"tp": 4})["state"] == "accepted"
+        persons = inbox.pull(2)
+        assert persons is not None
+        assert persons.plan == {"tp": 4}  # as it was written
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("predicted", [[1], {"a": "1"}, {"a": True}, {"a": 1e300}, {"a": None}])
+def test_numbers_that_are_none_are_refused(
+    running: Server, tmp_path: Path, predicted: object
+) -> None:
+    fields = {"epoch": running.endpoint.epoch, "plan": {"tp": 2}, "predicted": predicted}
+    reply = Client(tmp_path).call("submit", **fields)
+    assert reply["state"] == "refused"
+    assert "predicted" in reply["reason"]

@@ -17,7 +17,11 @@ AGENT_LOOP_CONFIG = Path(__file__).with_name("agent_loop.yaml")
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
-    """The seed follows from rollout.seed, step, prompt, and the sample's number in the prompt."""
+    """The seed follows from rollout.seed, step, prompt, and the sample's number in the prompt.
+
+    A row of the dataset may limit its own responses (`extra_info: {"max_tokens": 64}`), below
+    data.max_response_length.
+    """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         identity = (
@@ -29,4 +33,8 @@ class SeededAgentLoop(SingleTurnAgentLoop):
         )
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
-        return await super().run({**sampling_params, "seed": seed}, **kwargs)
+        own = {"seed": seed}
+        limit = (kwargs.get("extra_info") or {}).get("max_tokens")
+        if limit is not None:
+            own["max_tokens"] = int(limit)
+        return await super().run({**sampling_params, **own}, **kwargs)

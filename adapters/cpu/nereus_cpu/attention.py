@@ -18,12 +18,11 @@ from nereus_cpu.checks import CpuPlatformError, expect
 NAME = "cpu_packed"
 
 
-def packed_causal_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """[1, tokens] position ids -> bool [tokens, tokens]: same sequence and not in the future."""
-    sequence = (position_ids[0] == 0).cumsum(-1)
-    return torch.ones(len(sequence), len(sequence), dtype=torch.bool).tril_() & (
-        sequence[:, None] == sequence[None, :]
-    )
+def sequence_lengths(position_ids: torch.Tensor) -> list[int]:
+    """Of the sequences in [1, tokens] position ids, which restart at 0."""
+    starts: list[int] = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    ends = [*starts[1:], position_ids.shape[1]]
+    return [end - start for start, end in zip([0, *starts[1:]], ends, strict=True)]
 
 
 def packed_attention(
@@ -64,8 +63,14 @@ def packed_attention(
             group=ulysses.get_ulysses_sequence_parallel_group(),
         )
         position_ids = torch.cat(slices, -1)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=packed_causal_mask(position_ids), scale=scaling
+    lengths = sequence_lengths(position_ids)
+    qs, ks, vs = (x.split(lengths, dim=2) for x in (query, key, value))
+    out = torch.cat(
+        [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+            for q, k, v in zip(qs, ks, vs, strict=True)
+        ],
+        2,
     )
     if sp > 1:
         out = ulysses.gather_heads_scatter_seq(out, seq_dim=2, head_dim=1)

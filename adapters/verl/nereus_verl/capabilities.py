@@ -407,12 +407,17 @@ def capabilities(config: Mapping[str, Any], version: str) -> Capabilities:
         framework_version=version,
         stages=stages,
         coupled=coupled,
-        devices_fixed=not (set(changeable(config)) == set(units) and backend is not None),
+        devices_fixed=devices_fixed(config),
         refused=all_refusals(),
         colocated=True,
         dp_divides=math.gcd(*_samples(config).values()),
         least_budget_tokens=_longest(config),
     )
+
+
+def devices_fixed(config: Mapping[str, Any]) -> bool:
+    """Whether the set of ranks must stay as it is."""
+    return set(changeable(config)) != set(jobconfig.units(config)) or backend_of(config) is None
 
 
 def _samples(config: Mapping[str, Any]) -> dict[str, int]:

@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus_plugins.controller.config import MODES, ControllerConfig
 from nereus_plugins.spec import Assignment, FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
@@ -71,6 +72,7 @@ class NereusConfig(Record):
             `pause`, `resume`), on the driver's loopback interface.
         background: prepare a transition while the rollout generates the next batch.
         background_share: of that time, how much moving state may take on each rank.
+        controller: when and how the job changes its plan by itself; None: it does not.
         memory_budget_gib: device memory of one rank that old and new layout may take together;
             what does not fit is parked in host memory meanwhile. None: what is free at the time on
             an accelerator, no limit on CPU.
@@ -87,6 +89,7 @@ class NereusConfig(Record):
     background_share: float = 0.25
     memory_budget_gib: float | None = None
     control: bool = True
+    controller: ControllerConfig | None = None
 
     def __post_init__(self) -> None:
         require_bool("nereus", "enable", self.enable)
@@ -109,6 +112,11 @@ class NereusConfig(Record):
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
             f"nereus.run_dir must be a directory or null, got {self.run_dir!r}",
         )
+        require(
+            self.controller is None or self.control,
+            "nereus.controller.mode: the controller gives the job its plans as commands; set "
+            "nereus.control=true, or nereus.controller.mode=off",
+        )
         object.__setattr__(self, "schedule", _check_schedule(self.schedule))
 
     @classmethod
@@ -126,7 +134,30 @@ class NereusConfig(Record):
                 values[name] = as_float(values[name])
         if values.get("schedule") is None:
             values.pop("schedule", None)
+        values["controller"] = _controller(values.get("controller"))
         return cls(**values)
+
+
+def _controller(settings: Any) -> ControllerConfig | None:
+    """Raises: SpecError naming the setting."""
+    where = "nereus.controller"
+    if settings is None:
+        return None
+    require(
+        isinstance(settings, Mapping),
+        f"{where} must be a mapping of settings, like {{mode: act}}, got {settings!r:.60}",
+    )
+    # YAML reads a bare off as false.
+    if settings.get("mode", False) in (False, "off"):
+        for key in settings:
+            if key not in (names := [f.name for f in dataclasses.fields(ControllerConfig)]):
+                raise unknown_key(key, names, where)
+        return None
+    require(
+        settings["mode"] in MODES,
+        f"{where}.mode must be one of off, {', '.join(MODES)}; got {settings['mode']!r}",
+    )
+    return ControllerConfig.from_dict(settings, where=where)
 
 
 def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:

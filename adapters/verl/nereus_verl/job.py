@@ -10,10 +10,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nereus_plugins.control import by_ray, messages
-from nereus_plugins.control.inbox import Inbox
+from nereus_plugins.control.beside import Beside, Launch
+from nereus_plugins.control.inbox import Inbox, Submitted
+from nereus_plugins.control.live import gpus_to
 from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import Timed, merge_unit_reports
@@ -27,11 +30,12 @@ from nereus_plugins.trace.record import (
     TransitionRecord,
     now_s,
 )
-from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private, worker
+from nereus_verl import capabilities, jobconfig, knobs, setting, stamp, verl_private, worker
 from nereus_verl.background import AWAKE_RESERVE, Started, Window
 from nereus_verl.config import check_plan, global_plan_layouts
 from nereus_verl.driver import WorkersFailed, call_all, collect, submit
 from nereus_verl.knobs import UnitKnobs
+from nereus_verl.planned import executable
 from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.ranks import (
     DRIVER_PATIENCE,
@@ -92,8 +96,17 @@ class VerlJob:
         self._epoch = self._attempts
         self._step = 0
         self._last: StepRecord | None = None
-        self._inbox = Inbox(self._check_submitted)
+        self._inbox = Inbox(
+            self._check_submitted,
+            adapt=self._adapted,
+            more=self._about_controller,
+            takes_gpus=self._no_gpus(),
+        )
         self._server: Server | None = None
+        self._beside: Beside | None = None
+        self._predicted: Mapping[str, float] = {}  # of the transition that runs
+        self._global_plan: dict[str, Any] = {}  # in force, for the controller
+        self._controller_s = 0.0  # that the driver spent on it since the last step was recorded
         self._sign: Any = None
         self._started: Started | None = None
         self._memory: dict[str, int] = {}  # of the ranks, asked before they were busy in a window
@@ -142,10 +155,14 @@ class VerlJob:
         )
         if self.checked.nereus.control:
             self._listen(run_id)
+        if self.checked.nereus.controller is not None:
+            self._begin_controller()
 
     def close(self) -> None:
         """Take no more commands; the rollout is over."""
         self._sign = None
+        if self._beside is not None:
+            self._beside.close()
         if self._server is not None:
             self._server.close()
         try:
@@ -176,7 +193,16 @@ class VerlJob:
         return self._epoch
 
     def gpus(self) -> Gpus:
-        return Gpus(self.world_size())
+        """The ranks, and what Ray has free where more may join; or as `nereus gpus` said last."""
+        world = self.world_size()
+        if not self.checked.ranks_may_change():
+            return Gpus(world)
+        granted = self._inbox.granted()
+        if granted is not None and granted.gpus < world:
+            left_s = max(granted.deadline - time.monotonic(), 0.0)
+            return Gpus(world, world - granted.gpus, left_s)
+        most = world + self._ranks.free()
+        return Gpus(most if granted is None else min(most, granted.gpus))
 
     def observe(self) -> StepRecord | None:
         return self._last
@@ -244,7 +270,10 @@ class VerlJob:
 
     def is_due(self, step: int) -> bool:
         """Whether there may be something to run at the end of `step`."""
-        return step in self.checked.targets or self._inbox.waiting()
+        begin_s = time.perf_counter()
+        waiting = self._inbox.waiting()
+        self._controller_s += time.perf_counter() - begin_s
+        return step in self.checked.targets or waiting
 
     def at_boundary(self, step: int) -> TransitionRecord | None:
         """Run what is due at the end of `step`, one transition at most; None if nothing is.
@@ -403,19 +432,30 @@ class VerlJob:
             return self._finished(run)
 
     def _run_submitted(self, step: int) -> TransitionRecord | None:
+        begin_s = time.perf_counter()
         submitted = self._inbox.pull(step)
         if submitted is None:
             return None
         try:
-            record = self.transition(*self._targets(submitted.plan))
+            asked = self._targets(submitted.plan)
+            self._controller_s += time.perf_counter() - begin_s
+            record = self._predicted_by(submitted, asked)
         except SpecError as error:
-            self._inbox.answer(messages.REFUSED, str(error))
+            self._inbox.answer(messages.REFUSED, str(error), by_plan=True)
             return None
         except TransitionFailed as error:
             self._inbox.answer(messages.FAILED, str(error))
             raise
         self._inbox.answer(record.outcome, record.reason)
         return record
+
+    def _predicted_by(self, submitted: Submitted, asked: _Asked) -> TransitionRecord:
+        """The transition, in whose record is what its controller expected."""
+        self._predicted = submitted.predicted
+        try:
+            return self.transition(*asked)
+        finally:
+            self._predicted = {}
 
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
@@ -462,8 +502,74 @@ class VerlJob:
             self._sign = by_ray.publish(self.checked.run_dir, run_id, name)
             say(f"takes commands: nereus status {self.checked.run_dir}")
 
+    # -- the controller --------------------------------------------------------------------------
+
+    def _begin_controller(self) -> None:
+        """Start its process; where that cannot be, the job runs without it."""
+        checked = self.checked
+        assert checked.nereus.controller is not None
+        (device,) = self._call(self._ranks.current[:1], "device", worker.device)
+        if not device["memory_bytes"]:  # of a CPU without a budget: the host's, shared
+            device["memory_bytes"] = worker.host_bytes() // len(self._ranks)
+        launch = Launch(
+            setting.job_setting(
+                checked,
+                self.capabilities(),
+                device,
+                max(self._ranks.in_cluster(), checked.most_ranks()),
+                int(self._ranks.trainer.total_training_steps),
+            ),
+            checked.nereus.controller,
+            self.describe(),
+            self._epoch,
+        )
+        try:
+            launch.write(checked.run_dir)
+        except OSError as error:
+            say(f"no controller: {error}")
+            return
+        self._beside = Beside(checked.run_dir, say)
+        self._beside.start()
+        say(f"controller in mode {launch.config.mode}: nereus decisions {checked.run_dir}")
+
+    def _adapted(self, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A controller's plan as this job can run it."""
+        found = GlobalPlan.from_dict(plan, where=SUBMITTED)
+        return executable(found, self.checked.config).to_dict()
+
+    def _about_controller(self) -> dict[str, Any]:
+        """For the status, asked in a thread of the server."""
+        controller, beside = self.checked.nereus.controller, self._beside
+        if controller is None or beside is None:
+            return {}
+        state = {"mode": controller.mode, "running": beside.running, "restarts": beside.restarts}
+        return {
+            "controller": state,
+            "gpus": gpus_to(self.gpus()),
+            "global_plan": self._global_plan,
+        }
+
+    def _no_gpus(self) -> str:
+        """Why nobody can say which GPUs the job may use, "" if they can."""
+        if self.checked.nereus.controller is None:
+            return "this job has no controller (nereus.controller.mode=off)"
+        if not self.checked.ranks_may_change():
+            return "the set of ranks of this job cannot change"
+        return ""
+
+    def controller_ms(self) -> float | None:
+        """What the driver spent on the controller since it was asked last; None: there is none."""
+        if self._beside is None:
+            return None
+        spent_s, self._controller_s = self._controller_s, 0.0
+        return 1000.0 * spent_s
+
     def _inform(self) -> None:
         """Tell those who command the job how it is now."""
+        if self.checked.nereus.controller is not None:
+            begin_s = time.perf_counter()
+            self._global_plan = self.describe().to_dict()
+            self._controller_s += time.perf_counter() - begin_s
         self._inbox.inform(
             epoch=self._epoch,
             step=self._step,
@@ -518,6 +624,7 @@ class VerlJob:
             self._rollout.plan,
             rollout,
             self._inbox.doing,
+            self._predicted,
         )
         run.exposed(exposed)
         if changes or run.knobs or run.rollout_changes():
@@ -843,9 +950,10 @@ class VerlJob:
 
     def memory(self) -> dict[str, int]:
         """The largest value over ranks of what `worker.memory` reports; of a rank that is busy in
-        a window, what it reported before."""
+        a window, what it reported before. With a controller peaks are of one step."""
         known, self._memory = self._memory, {}
-        return known or _largest(self._call(self._ranks.current, "memory", worker.memory))
+        anew = self.checked.nereus.controller is not None
+        return known or _largest(self._call(self._ranks.current, "memory", worker.memory, anew))
 
     def write_step(self, record: StepRecord) -> None:
         self._last = record
@@ -906,7 +1014,7 @@ def _given_up(answers: Sequence[Mapping[str, Any]]) -> str:
 class _Run:
     """One transition as the driver sees it, on its way to a record.
 
-    Args: doing: told each phase as it begins, and the step.
+    Args: doing: told each phase as it begins, and the step. predicted: as in its record.
     """
 
     def __init__(
@@ -918,8 +1026,10 @@ class _Run:
         rollout_before: RolloutPlan,
         rollout_target: RolloutPlan,
         doing: Callable[[str, int], None] = lambda phase, step: None,
+        predicted: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._doing = doing
+        self.predicted = predicted
         self.epoch = epoch
         self.step = step
         self.changes = changes
@@ -1005,6 +1115,7 @@ class _Run:
                 for name, (old, new) in self.knobs.items()
             },
             background=self.background,
+            predicted=dict(self.predicted),
         )
 
     def listed(self) -> str:

@@ -42,12 +42,18 @@ class Preflight:
     run_dir: Path
 
     def ranks_change(self) -> bool:
-        """Whether a scheduled plan changes the set of ranks."""
+        """Whether a scheduled plan changes the set of ranks, or the controller may."""
+        if self.nereus.controller is not None and self.ranks_may_change():
+            return True
         return any(self.leave.values()) or any(
             layout.world_size != self.world_size()
             for targets in self.targets.values()
             for layout in targets.values()
         )
+
+    def ranks_may_change(self) -> bool:
+        """Whether ranks may join and leave this job."""
+        return not capabilities.devices_fixed(self.config)
 
     def most_ranks(self) -> int:
         """The most that the job ever has, as scheduled."""

@@ -114,6 +114,15 @@ class Ranks:
             "a plan with more is aborted unless nodes are added before its step"
         )
 
+    def in_cluster(self) -> int:
+        """How many ranks Ray's cluster has room for as it is now, these ones included."""
+        return int(ray.cluster_resources().get(verl_private.ray_resource(), 0.0))
+
+    def free(self) -> int:
+        """How many could join now: on free seats, and on what Ray has free."""
+        kind = verl_private.ray_resource()
+        return len(self.free_seats()) + int(ray.available_resources().get(kind, 0.0))
+
     def free_seats(self) -> list[tuple[Any, int]]:
         taken = {(id(rank.group), rank.bundle) for rank in self.current}
         return [seat for seat in self._seats if (id(seat[0]), seat[1]) not in taken]

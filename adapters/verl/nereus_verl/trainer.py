@@ -28,7 +28,9 @@ from nereus_verl.job import RolloutFailed, VerlJob, setup
 from nereus_verl.ranks import Ranks
 from nereus_verl.rollout_backends import backend_of
 
-RECORDED_METRICS = ("actor/", "critic/", "training/", "response_length/", "prompt_length/")
+RECORDED_METRICS = (
+    "actor/", "critic/", "training/", "response_length/", "prompt_length/", "nereus/controller_ms",
+)  # fmt: skip
 
 
 class NereusTrainer(PPOTrainerSync):
@@ -220,6 +222,9 @@ class NereusTrainer(PPOTrainerSync):
         if self._job is None:
             return
         transitions, self._transitions = self._transitions, []
+        spent_ms = self._job.controller_ms()
+        if spent_ms is not None:
+            metrics["nereus/controller_ms"] = spent_ms
         record = _step_record(
             self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
         )

@@ -494,6 +494,20 @@ def _abort_reason(aborted: TransitionAborted) -> dict[str, Any]:
 # -- observation -------------------------------------------------------------------------------
 
 
+def device(worker: Any) -> dict[str, Any]:
+    """This rank's device: "name", "memory_bytes" (0: a CPU's, which has no limit of its own)."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {"name": properties.name, "memory_bytes": int(properties.total_memory)}
+    total = get_torch_device().mem_get_info()[1]
+    return {"name": get_device_name(), "memory_bytes": total if total > 1 else 0}
+
+
+def host_bytes() -> int:
+    """Memory of this host."""
+    return int(psutil.virtual_memory().total)
+
+
 def memory(worker: Any, anew: bool = False) -> dict[str, int]:
     """This rank's memory in bytes and process groups: allocator peaks since the job's start.
 

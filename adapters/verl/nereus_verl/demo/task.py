@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROMPTS = 1024
 SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>")
@@ -33,13 +35,21 @@ def make_task(
     hidden: int = 64,
     tied_embeddings: bool = False,
     seed: int = 0,
+    response_limits: Sequence[int] = (),
 ) -> Task:
-    """Makes model, tokenizer and prompts in `directory`; equal arguments give equal bytes."""
+    """Makes model, tokenizer and prompts in `directory`; equal arguments give equal bytes.
+
+    Args:
+        response_limits: of each row, the tokens that its responses may have at most
+            (`nereus_cpu.agent_loop`); rows beyond have the last one. None: the job's limit.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     model_dir = directory / "model"
     vocab_size = _save_tokenizer(model_dir)
     _save_model(model_dir, vocab_size, layers, hidden, tied_embeddings, seed)
     rows = [_prompt(i, random.Random(f"{seed}/{i}")) for i in range(PROMPTS)]
+    for row, limit in zip(rows, _as_many(response_limits), strict=False):
+        row["extra_info"]["max_tokens"] = limit
     task = Task(
         model_dir=model_dir,
         train_file=directory / "train.parquet",
@@ -49,6 +59,10 @@ def make_task(
     _save_rows(rows[:-16], task.train_file)
     _save_rows(rows[-16:], task.test_file)
     return task
+
+
+def _as_many(limits: Sequence[int]) -> list[int]:
+    return [limits[min(i, len(limits) - 1)] for i in range(PROMPTS)] if limits else []
 
 
 def _save_tokenizer(model_dir: Path) -> int:
@@ -90,7 +104,7 @@ def _save_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=1,
@@ -101,7 +115,7 @@ def _save_model(
     Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(model_dir)
 
 
-def _prompt(index: int, rng: random.Random) -> dict[str, object]:
+def _prompt(index: int, rng: random.Random) -> dict[str, Any]:
     kind = "symbols" if index % 2 else "letters"
     return {
         "data_source": "nereus/demo",
@@ -112,7 +126,7 @@ def _prompt(index: int, rng: random.Random) -> dict[str, object]:
     }
 
 
-def _save_rows(rows: list[dict[str, object]], path: Path) -> None:
+def _save_rows(rows: list[dict[str, Any]], path: Path) -> None:
     import pandas as pd
 
     pd.DataFrame(rows).to_parquet(path)

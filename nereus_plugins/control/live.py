@@ -1,0 +1,267 @@
+"""The controller of a live job: follows its records, plans while the step runs, proposes.
+
+Everything it learns comes from the records, and everything it wants goes through the job's
+commands: in mode act it submits a plan as a user would, in mode advise it leaves that to
+`nereus approve`. The job checks what it is given, and refuses what is stale or cannot be run.
+
+    python -m nereus_plugins.control.live <run-dir>
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nereus_plugins.control.beside import Launch
+from nereus_plugins.control.client import Client, NoLiveJob
+from nereus_plugins.control.messages import FINAL, REFUSED, MessageError
+from nereus_plugins.control.offered import Offered
+from nereus_plugins.controller.controller import Controller
+from nereus_plugins.controller.decision import Decision
+from nereus_plugins.controller.journal import FILE, DecisionJournal, DecisionJournalError
+from nereus_plugins.job import Gpus
+from nereus_plugins.spec import GlobalPlan
+from nereus_plugins.trace.record import (
+    NewRecords,
+    Record,
+    StepRecord,
+    TransitionRecord,
+    now_s,
+)
+
+POLL_S = 0.2
+NICE = 19
+
+
+class Live:
+    """One controller beside one job.
+
+    Args: run_dir: the job's. parent: pid of its driver.
+
+    Raises: OSError, SpecError: the run directory has not what the driver writes.
+    """
+
+    def __init__(self, run_dir: Path, parent: int) -> None:
+        self._run_dir = run_dir
+        self._parent = parent
+        self._launch = Launch.read(run_dir)
+        self._records = NewRecords(run_dir)
+        self._controller, self._seen = _begin(run_dir, self._launch)
+        self._step = 0
+        self._decided: tuple[int, Gpus] | None = None  # for which step and GPUs
+        self._offered = _offered(run_dir)
+        self._submitted: int | None = None  # number of the plan that the job has from here
+
+    def run(self) -> None:
+        """Until the driver is gone."""
+        while os.getppid() == self._parent:
+            self.look()
+            time.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Learn what is new; decide, where something is.
+
+        Raises: OSError, RecordError, DecisionJournalError.
+        """
+        self._learn()
+        job = self._ask("status")
+        if job is None:
+            return
+        self._follow(job)
+        said = job.get("gpus")
+        if said is None or self._submitted is not None or not self._step:
+            return
+        gpus = gpus_from(said)
+        # A notice that runs is the same notice.
+        now = (self._step, dataclasses.replace(gpus, notice_s=0.0))
+        if now == self._decided:
+            return
+        self._decided = now
+        decision = self._controller.decide(gpus, self._step)
+        if decision.plan is not None:
+            self._offer(decision)
+
+    # -- learning ---------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        try:
+            new = list(self._records.read())
+        except FileNotFoundError:
+            return
+        for record in new:
+            if isinstance(record, StepRecord):
+                self._step = max(self._step, record.step)
+            if not isinstance(record, (StepRecord, TransitionRecord)):
+                continue
+            if self._seen:  # before this process began
+                self._seen -= 1
+                continue
+            self._controller.observe(record)
+
+    def _follow(self, job: dict[str, Any]) -> None:
+        """What the job's answer says of a plan that was submitted, and of its plan in force."""
+        if self._submitted is not None:
+            answered = {one["number"]: one for one in job["answered"]}.get(self._submitted)
+            pending = job["pending"]
+            if answered is not None or pending is None or pending["number"] != self._submitted:
+                self._submitted = None
+                if answered is not None and answered["state"] == REFUSED:
+                    self._refused(answered["reason"], by_plan=answered.get("by_plan", False))
+                self._learn()  # a transition is recorded before it is answered
+        plan, epoch = job.get("global_plan"), int(job["job"]["epoch"])
+        if plan is not None and epoch != self._controller.epoch and self._submitted is None:
+            self._controller.adopt(GlobalPlan.from_dict(plan), epoch)
+
+    # -- proposing --------------------------------------------------------------------------------
+
+    def _offer(self, decision: Decision) -> None:
+        assert decision.plan is not None
+        last = self._offered
+        again = last is not None and (last.epoch, last.plan.assignments) == (
+            decision.epoch, decision.plan.assignments,
+        )  # fmt: skip
+        offered = Offered(
+            number=(0 if last is None else last.number) + (not again),
+            epoch=decision.epoch,
+            plan=decision.plan,
+            digest=decision.digest,
+            reason=decision.reason,
+            predicted=_predicted(decision),
+            forced=decision.forced,
+        )
+        self._offered = offered
+        print(f"step {decision.step}: proposal {offered.number}: {offered.reason}", flush=True)
+        if self._launch.config.mode == "observe":
+            return
+        offered.write(self._run_dir)
+        if self._launch.config.mode != "act":
+            return
+        reply = self._ask("submit", **offered.fields())
+        if reply is None:
+            return
+        if reply["state"] == REFUSED:
+            self._refused(reply["reason"], by_plan=bool(reply.get("by_plan")))
+        elif reply["state"] not in FINAL:
+            self._submitted = int(reply["number"])
+
+    def _refused(self, reason: str, *, by_plan: bool) -> None:
+        """The job did not take the last proposal. by_plan: it cannot run it, whenever."""
+        print(f"step {self._step}: refused: {reason}", flush=True)
+        self._controller.observe(
+            TransitionRecord(
+                step=self._step,
+                epoch=self._controller.epoch,
+                time_unix_s=now_s(),
+                outcome="aborted" if by_plan else "skipped",
+                reason=f"refused: {reason}",
+                units={},
+                seconds={},
+                digest="",
+            )
+        )
+
+    def _ask(self, command: str, **fields: Any) -> dict[str, Any] | None:
+        """The job's reply, None while it cannot be reached: it starts, ends, or is busy."""
+        try:
+            return Client(self._run_dir).call(command, **fields)
+        except (NoLiveJob, MessageError):
+            return None
+
+
+def _begin(run_dir: Path, launch: Launch) -> tuple[Controller, int]:
+    """The controller, and how many of the run's first records it knows: as its journal says, where
+    there is one of the same job and settings; else from the beginning."""
+    journal = DecisionJournal(run_dir)
+    entries = journal.read()
+    start = entries[0] if entries else None
+    same = start is not None and (start["setting"], start["config"]) == (
+        _plain(launch.setting), _plain(launch.config),
+    )  # fmt: skip
+    if same:
+        try:
+            controller = Controller.resume(journal)
+            observed = [e["record"] for e in entries if e["kind"] == "observation"]
+            return controller, _known(run_dir, observed)
+        except DecisionJournalError as error:
+            print(f"not resumed: {error}", flush=True)
+    if start is not None:
+        journal.close()
+        aside = next(
+            path
+            for path in (run_dir / f"{FILE}.{n}" for n in range(1, 1 << 30))
+            if not path.exists()
+        )
+        os.replace(journal.path, aside)
+        journal = DecisionJournal(run_dir)
+    return Controller(launch.setting, launch.config, launch.plan, launch.epoch, journal), 0
+
+
+def _known(run_dir: Path, observed: list[dict[str, Any]]) -> int:
+    """How many of the run's step and transition records were observed."""
+    times = {(one["schema"], one["time_unix_s"]) for one in observed}
+    count = known = 0
+    for record in NewRecords(run_dir).read():
+        if isinstance(record, (StepRecord, TransitionRecord)):
+            count += 1
+            if _identity(record) in times:
+                known = count
+    return known
+
+
+def _identity(record: Record) -> tuple[str, float]:
+    fields = record.to_dict()
+    return fields["schema"], fields["time_unix_s"]
+
+
+def _predicted(decision: Decision) -> dict[str, float]:
+    """See `TransitionRecord.predicted`."""
+    numbers = decision.numbers
+    if numbers is None:
+        return {}
+    names = ("transition_s", "step_s", "new_step_s", "saving_s", "steps", "confidence")
+    return {name: float(getattr(numbers, name)) for name in names}
+
+
+def _offered(run_dir: Path) -> Offered | None:
+    """The last proposal."""
+    try:
+        return Offered.read(run_dir)
+    except (OSError, ValueError):
+        return None
+
+
+def gpus_to(gpus: Gpus) -> dict[str, Any]:
+    """As a job's status says it; no notice is null there."""
+    notice_s = gpus.notice_s if math.isfinite(gpus.notice_s) else None
+    return {"available": gpus.available, "leaving": gpus.leaving, "notice_s": notice_s}
+
+
+def gpus_from(said: Mapping[str, Any]) -> Gpus:
+    notice_s = said["notice_s"]
+    notice_s = math.inf if notice_s is None else float(notice_s)
+    return Gpus(int(said["available"]), int(said["leaving"]), notice_s)
+
+
+def _plain(record: Any) -> Any:
+    """As a journal gives it back."""
+    return json.loads(json.dumps(record.to_dict()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="nereus_plugins.control.live", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="ends when it is gone")
+    args = parser.parse_args()
+    os.nice(NICE)
+    Live(args.run_dir, args.parent).run()
+
+
+if __name__ == "__main__":
+    main()

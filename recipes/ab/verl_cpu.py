@@ -1,0 +1,159 @@
+"""The measured comparison, on CPU: a real verl GRPO job whose responses grow and whose ranks have a
+memory budget, in fixed plans with Nereus off, and with the controller acting.
+
+    ./dev run recipes/ab/verl_cpu.py DIR [--arms off,act] [--seeds 3]
+
+Every arm starts from the same weights and sees the same prompts and seeds; `act` starts in the plan
+of `off`. Records of each run lie under DIR/<arm>-<seed>/records; those of arms without Nereus are
+imported from verl's console log. At the end stands the `nereus ab` command that compares them.
+See README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nereus_cpu.memory import VARIABLE
+from nereus_verl.demo.launch import Job, JobResult, run
+from nereus_verl.demo.task import make_task
+
+from nereus_plugins import cli
+
+STEPS, RANKS, PROMPTS, SAMPLES = 24, 2, 8, 4
+SHORT_TOKENS, LONG_TOKENS = 32, 384
+LAYERS, HIDDEN = 4, 128
+BUDGET_MIB = 160
+TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A fixed plan, or (controller) the plan that the controller starts in.
+
+    budget_tokens: of a micro-batch of a rank. recompute: activations computed again in backward.
+    """
+
+    budget_tokens: int
+    recompute: bool = False
+    controller: bool = False
+
+
+# The plan that is right at first, and every other that this job could be held in: a smaller token
+# budget, recompute, or both.
+ARMS: Mapping[str, Arm] = {
+    "off": Arm(16384),
+    "fixed-4096": Arm(4096),
+    "fixed-1024": Arm(1024),
+    "fixed-recompute": Arm(16384, recompute=True),
+    "fixed-recompute-4096": Arm(4096, recompute=True),
+    "act": Arm(16384, controller=True),
+}
+
+
+def job_of(arm: Arm, directory: Path, seed: int) -> Job:
+    """The job of an arm."""
+    growth = [SHORT_TOKENS + (LONG_TOKENS - SHORT_TOKENS) * s // (STEPS - 1) for s in range(STEPS)]
+    task = make_task(
+        directory / f"task-{seed}",
+        layers=LAYERS,
+        hidden=HIDDEN,
+        seed=seed,
+        response_limits=[tokens for tokens in growth for _ in range(PROMPTS)],
+    )
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return Job(
+        engine="fsdp2",
+        ranks=RANKS,
+        model_dir=task.model_dir,
+        train_file=task.train_file,
+        test_file=task.test_file,
+        reward_file=task.reward_file,
+        critic=False,
+        steps=STEPS,
+        batch_prompts=PROMPTS,
+        samples_per_prompt=SAMPLES,
+        mini_batch_prompts=PROMPTS,
+        response_tokens=LONG_TOKENS,
+        seed=seed,
+        nereus={"controller": {"mode": "act", "dwell_steps": 2}} if arm.controller else None,
+        extra=[
+            "data.shuffle=False",
+            f"actor_rollout_ref.model.enable_gradient_checkpointing={arm.recompute}",
+            f"{actor}.use_dynamic_bsz=True",
+            f"{actor}.ppo_max_token_len_per_gpu={arm.budget_tokens}",
+            f"{rollout}.log_prob_use_dynamic_bsz=True",
+            f"{rollout}.log_prob_max_token_len_per_gpu={arm.budget_tokens}",
+            f"{rollout}.tensor_model_parallel_size=1",
+        ],
+    )
+
+
+def run_arm(name: str, directory: Path, seed: int, budget_mib: float) -> tuple[JobResult, Path]:
+    """Run one arm once; its result, and where its records are."""
+    work = directory / f"{name}-{seed}"
+    shutil.rmtree(work, ignore_errors=True)
+    job = job_of(ARMS[name], directory, seed)
+    result = run(job, work, timeout_s=TIMEOUT_S, env={VARIABLE: f"{budget_mib:g}"})
+    if ARMS[name].controller:
+        return result, work / "checkpoints" / "nereus"
+    records = work / "records" / "records.jsonl"
+    records.parent.mkdir()
+    rows = str(PROMPTS * SAMPLES)
+    asked = ["trace", "import", "verl", str(result.log), "-o", str(records)]
+    if cli.main([*asked, "--samples", rows, "--gpus", str(RANKS)]):
+        raise RuntimeError(f"{result.log} could not be imported")
+    return result, records.parent
+
+
+def told(name: str, seed: int, result: JobResult, wall_s: float) -> dict[str, Any]:
+    """What a person wants to know of a run at once."""
+    metrics = result.metrics
+    steps_s = [one["timing_s/step"] for one in metrics]
+    return {
+        "arm": name,
+        "seed": seed,
+        "steps": len(metrics),
+        "out_of_memory": "out of memory" in result.log.read_text(errors="replace"),
+        "steps_s": sum(steps_s),
+        "transitions_s": sum(one.get("nereus/transition/seconds", 0.0) for one in metrics),
+        "reward": [one["critic/score/mean"] for one in metrics],
+        "controller_ms_max": max(
+            (one.get("nereus/controller_ms", 0.0) for one in metrics), default=0.0
+        ),
+        "wall_s": wall_s,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--seeds", type=int, default=1, help="1 .. N")
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--memory-mib", type=float, default=BUDGET_MIB, help="of a rank")
+    args = parser.parse_args(argv)
+    arms = args.arms.split(",")
+    if unknown := [name for name in arms if name not in ARMS]:
+        parser.error(f"no arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
+    where: dict[str, list[str]] = {name: [] for name in arms}
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        for name in arms:
+            begin_s = time.time()
+            result, records = run_arm(name, args.directory, seed, args.memory_mib)
+            print(json.dumps(told(name, seed, result, time.time() - begin_s)), flush=True)
+            where[name].append(str(records))
+    runs = " ".join(f"--runs {name}={','.join(paths)}" for name, paths in where.items())
+    print(f"nereus ab {runs} --baseline {arms[0]} --json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

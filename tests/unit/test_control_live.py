@@ -1,0 +1,380 @@
+"""The controller beside a live job: the loop over real files and sockets, and its process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nereus_plugins.control import beside, cli
+from nereus_plugins.control.beside import Beside, Launch
+from nereus_plugins.control.inbox import Inbox
+from nereus_plugins.control.live import Live, gpus_from, gpus_to
+from nereus_plugins.control.offered import Offered
+from nereus_plugins.control.server import Server
+from nereus_plugins.controller.config import ControllerConfig
+from nereus_plugins.controller.controller import starting_plan
+from nereus_plugins.controller.journal import DecisionJournal
+from nereus_plugins.controller.setting import JobSetting
+from nereus_plugins.cost.cli import read_model
+from nereus_plugins.cost.explain import cluster_of
+from nereus_plugins.cost.job import JobSpec
+from nereus_plugins.job import Gpus
+from nereus_plugins.sim.job import capabilities_of
+from nereus_plugins.spec import GlobalPlan, LengthDistribution, ModelStage
+from nereus_plugins.trace.conditions import Setting
+from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord, now_s
+
+S = ModelStage
+
+
+@pytest.fixture(scope="module")
+def setting() -> JobSetting:
+    job = JobSpec(read_model("qwen2.5-1.5b"), reference=False)
+    lengths = LengthDistribution.lognormal(500, 0.5, max_tokens=4096)
+    inner = Setting(job, cluster_of("h100", 8), LengthDistribution.fixed(100), 64)
+    return JobSetting.of(inner, capabilities_of(job), lengths, 4096, 100)
+
+
+@pytest.fixture(scope="module")
+def plan(setting: JobSetting) -> GlobalPlan:
+    return starting_plan(setting, 4)
+
+
+class Job:
+    """A job's driver, but for the job: its records, its commands, and what it is asked for."""
+
+    def __init__(self, run_dir: Path, plan: GlobalPlan, refuses: str = "") -> None:
+        self.run_dir, self.plan, self.refuses = run_dir, plan, refuses
+        self.records = RecordWriter(run_dir)
+        self.gpus = Gpus(4)
+        self.epoch = 0
+        self.inbox = Inbox(
+            self._check, takes_gpus="",
+            more=lambda: {"gpus": gpus_to(self.gpus), "global_plan": self.plan.to_dict()},
+        )  # fmt: skip
+        self.inbox.inform(epoch=0)
+        self.server = Server(run_dir, self.inbox, "run", 0)
+
+    def _check(self, asked: Mapping[str, Any]) -> str:
+        if self.refuses:
+            raise ValueError(self.refuses)
+        return GlobalPlan.from_dict(asked).name
+
+    def step(self, number: int, seconds: float = 10.0) -> None:
+        stages = {"gen": 0.5, "update_actor": 0.4, "old_log_prob": 0.1}
+        self.records.write(
+            StepRecord(
+                step=number,
+                epoch=self.epoch,
+                time_unix_s=now_s(),
+                step_s=seconds,
+                stages_s={name: part * seconds for name, part in stages.items()},
+                tokens={"prompt": 6400, "response": 32000, "total": 38400},
+                samples=64,
+                memory_bytes={},
+                metrics={"response_length/mean": 500.0},
+                plan={"actor": self.plan.assignments[S.ACTOR_TRAIN].layout.to_dict()},
+            )
+        )
+
+    def boundary(self, number: int) -> TransitionRecord | None:
+        """Execute what is pending."""
+        submitted = self.inbox.pull(number)
+        if submitted is None:
+            return None
+        self.plan, self.epoch = GlobalPlan.from_dict(submitted.plan), self.epoch + 1
+        record = TransitionRecord(
+            step=number, epoch=self.epoch, time_unix_s=now_s(), outcome="committed", reason="",
+            units={}, seconds={"prepare": 1.0}, digest="", predicted=submitted.predicted,
+        )  # fmt: skip
+        self.records.write(record)
+        self.inbox.inform(epoch=self.epoch)
+        self.server.moved_to(self.epoch)
+        self.inbox.answer("committed")
+        return record
+
+    def close(self) -> None:
+        self.server.close()
+        self.records.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, plan: GlobalPlan) -> Iterator[Job]:
+    made = Job(tmp_path, plan)
+    yield made
+    made.close()
+
+
+def begin(job: Job, setting: JobSetting, **config: Any) -> Live:
+    config = {"mode": "act", "dwell_steps": 1, **config}
+    Launch(setting, ControllerConfig(**config), job.plan, job.epoch).write(job.run_dir)
+    return Live(job.run_dir, os.getppid())
+
+
+def decisions(job: Job) -> list[dict[str, Any]]:
+    entries = DecisionJournal(job.run_dir).read()
+    return [entry["decision"] for entry in entries if entry["kind"] == "decision"]
+
+
+def test_gpus_that_are_granted_are_used(job: Job, setting: JobSetting) -> None:
+    """From the record of a step to a committed plan, and what was predicted in its record."""
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    assert not job.inbox.waiting()  # nothing better on four
+    job.gpus = Gpus(8)
+    for step in range(2, 8):
+        job.step(step)
+        live.look()
+        if job.inbox.waiting():
+            break
+    record = job.boundary(step)
+    assert record is not None
+    assert max(job.plan.devices) == 7
+    assert record.predicted["saving_s"] > 0
+    assert record.predicted["transition_s"] > 0
+    job.step(step + 1, 6.0)
+    live.look()
+    assert not job.inbox.waiting()
+    assert decisions(job)[-1]["epoch"] == 1
+
+
+def test_gpus_under_notice_are_left(job: Job, setting: JobSetting) -> None:
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()  # no step in between: the notice alone is news
+    assert job.inbox.waiting()
+    job.boundary(1)
+    assert max(job.plan.devices) < 2
+    assert decisions(job)[-1]["forced"]
+
+
+def test_a_plan_that_the_job_cannot_run_is_not_proposed_again(
+    tmp_path: Path, plan: GlobalPlan, setting: JobSetting
+) -> None:
+    job = Job(tmp_path, plan, refuses="plan.actor: not this one")
+    try:
+        live = begin(job, setting)
+        job.step(1)
+        live.look()
+        job.gpus = Gpus(4, 2, 5.0)
+        proposed = []
+        for step in range(2, 6):
+            job.step(step)
+            live.look()
+            last = decisions(job)[-1]
+            if last["plan"] is not None:
+                proposed.append(json.dumps(last["plan"]["assignments"], sort_keys=True))
+        assert len(proposed) > 1  # others are tried
+        assert len(set(proposed)) == len(proposed)
+        assert not job.inbox.waiting()
+        refusals = [
+            entry["record"]["reason"]
+            for entry in DecisionJournal(tmp_path).read()
+            if entry["kind"] == "observation" and "reason" in entry["record"]
+        ]
+        assert refusals[0] == "refused: plan.actor: not this one"
+    finally:
+        job.close()
+
+
+def test_a_paused_job_is_asked_again(job: Job, setting: JobSetting) -> None:
+    """What was refused for another reason than the plan itself is not held against it."""
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    job.inbox.pause(0)
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert not job.inbox.waiting()
+    job.inbox.resume(0)
+    job.step(2)
+    live.look()
+    assert job.inbox.waiting()
+
+
+def test_a_proposal_for_another_epoch_is_refused(job: Job, setting: JobSetting) -> None:
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert job.inbox.waiting()
+    job.inbox.inform(epoch=1)  # another transition was faster
+    job.server.moved_to(1)
+    job.epoch = 1
+    assert not job.inbox.waiting()
+    job.step(2)
+    live.look()
+    assert job.inbox.waiting()  # made anew, for the epoch that is
+    assert decisions(job)[-1]["epoch"] == 1
+
+
+@pytest.mark.parametrize("mode", ["observe", "advise"])
+def test_only_act_submits(job: Job, setting: JobSetting, mode: str) -> None:
+    live = begin(job, setting, mode=mode)
+    job.step(1)
+    live.look()
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert not job.inbox.waiting()
+    assert decisions(job)[-1]["kind"] == "propose"
+    assert (job.run_dir / "proposal.json").exists() == (mode == "advise")
+
+
+def test_what_was_advised_is_executed_once_approved(
+    job: Job, setting: JobSetting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = begin(job, setting, mode="advise")
+    job.step(1)
+    live.look()
+    where = str(job.run_dir)
+    assert cli.approve([where]) == cli.USAGE
+    assert "has proposed nothing yet" in capsys.readouterr().err
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    job.step(2)
+    live.look()  # the same plan is the same proposal
+    assert Offered.read(job.run_dir).number == 1
+    assert cli.approve([where, "7"]) == cli.USAGE
+    assert "not the last one, which is 1" in capsys.readouterr().err
+    assert cli.approve([where, "1", "--no-wait"]) == cli.DONE
+    record = job.boundary(2)
+    assert record is not None
+    assert "transition_s" in record.predicted
+    job.step(3)
+    live.look()
+    assert cli.approve([where, "1", "--no-wait"]) == cli.NOT_TAKEN  # of an epoch that is over
+    assert "stale" in capsys.readouterr().err
+
+
+def test_gpus_by_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.gpus([str(job.run_dir), "2", "--notice", "30"]) == cli.DONE
+    granted = job.inbox.granted()
+    assert granted is not None
+    assert granted.gpus == 2
+    assert cli.gpus([str(job.run_dir), "0"]) == cli.USAGE
+    assert cli.gpus([str(job.run_dir), "2", "--notice", "-1"]) == cli.USAGE
+
+
+def test_no_notice_is_said_in_json() -> None:
+    for gpus in (Gpus(8), Gpus(8, 2, 30.0)):
+        assert gpus_from(json.loads(json.dumps(gpus_to(gpus), allow_nan=False))) == gpus
+    assert math.isinf(gpus_from(gpus_to(Gpus(8))).notice_s)
+
+
+def test_a_controller_that_begins_again_knows_what_it_knew(job: Job, setting: JobSetting) -> None:
+    """Killed anywhere, it takes up its journal: no record counts twice, none is lost."""
+    live = begin(job, setting)
+    for step in range(1, 4):
+        job.step(step)
+        live.look()
+    job.step(4)  # written while no controller ran
+    again = Live(job.run_dir, os.getppid())
+    again.look()
+    observed = [
+        e["record"] for e in DecisionJournal(job.run_dir).read() if e["kind"] == "observation"
+    ]
+    assert [one["step"] for one in observed] == [1, 2, 3, 4]
+    assert again._controller.lengths.seen == 4
+
+
+def test_other_settings_begin_a_journal_of_their_own(job: Job, setting: JobSetting) -> None:
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    begin(job, dataclasses.replace(setting, steps=200)).look()
+    assert (job.run_dir / "decisions.jsonl.1").exists()
+    start = DecisionJournal(job.run_dir).read()[0]
+    assert start["setting"]["steps"] == 200
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def until(true: Callable[[], Any], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_that_dies_is_started_again_and_not_for_ever(
+    job: Job, setting: JobSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(beside, "RESTARTS", 2)
+    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
+    said: list[str] = []
+    one = Beside(job.run_dir, said.append)
+    one.start()
+    try:
+        for attempt in range(3):
+            until(lambda attempt=attempt: one.running and one.restarts == attempt)  # type: ignore[misc]
+            assert one._process is not None
+            os.kill(one._process.pid, signal.SIGKILL)
+            until(lambda attempt=attempt: len(said) > attempt)  # type: ignore[misc]
+        assert "started again" in said[0]
+        assert "trains on without it" in said[-1]
+        until(lambda: not one._thread.is_alive())
+        assert not one.running
+    finally:
+        one.close()
+
+
+def test_the_process_follows_the_job_and_ends_with_it(job: Job, setting: JobSetting) -> None:
+    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
+    said: list[str] = []
+    one = Beside(job.run_dir, said.append)
+    one.start()
+    try:
+        job.step(1)
+        until(lambda: (job.run_dir / "decisions.jsonl").exists() and decisions(job))
+        assert decisions(job)[0]["step"] == 1
+    finally:
+        one.close()
+    assert not one.running
+    assert not said
+
+
+def test_the_process_ends_with_a_driver_that_is_killed(
+    job: Job, setting: JobSetting, tmp_path: Path
+) -> None:
+    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from nereus_plugins.control.beside import Beside\n"
+        "one = Beside(Path(sys.argv[1]), print); one.start()\n"
+        "while not one.running: time.sleep(0.05)\n"
+        "print(one._process.pid, flush=True); time.sleep(60)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    until(gone)
