@@ -23,6 +23,7 @@ import datetime
 import hashlib
 import itertools
 import json
+import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,8 @@ from nereus_plugins.transport.metadata import gather_bytes, gather_tables, trans
 from nereus_plugins.transport.pace import Pace
 from nereus_plugins.transport.torch_private import groups_named, name_groups_from
 from nereus_plugins.transport.torch_transport import TorchTransport
+
+logger = logging.getLogger(__name__)
 
 # What an exchange may take on a device, in messages; the transport adds one for digests.
 _STAGING_BUFFERS = 6
@@ -666,6 +669,11 @@ class RankTransition:
         # Only a state that is all there can be settled.
         unfetched = self._catch(self._fetch, attempt) if attempt.parked else None
         error = unfetched or self._settle(attempt) or error
+        if error is not None and not any(unit.shards for unit in attempt.source.values()):
+            # What it could not give back is memory and groups of the target: the old layout holds
+            # nothing here, and a process that was to join ends.
+            logger.warning("rank %d could not give back its target: %s", self.rank, _reason(error))
+            error = None
         if lost:
             if error is not None:
                 raise TransitionUnrecoverable(_not_recovered(phase, self.rank, _reason(error)))

@@ -129,7 +129,9 @@ def _check_where(kind: str, engine: Any, weights: bool, optimizer: bool) -> None
     """What lies in host memory. Without an accelerator FSDP2's weights and optimizer states do in
     any case; of Megatron's weights it is seen, as verl frees the memory that they leave."""
     assert engine.is_param_offload_enabled == engine.engine_config.param_offload == weights
-    assert engine.is_optimizer_offload_enabled == engine.engine_config.optimizer_offload == optimizer
+    assert (
+        engine.is_optimizer_offload_enabled == engine.engine_config.optimizer_offload == optimizer
+    )
     if kind == "megatron":
         for buffer in (buffer for chunk in engine.module for buffer in chunk.buffers):
             assert (buffer.param_data.untyped_storage().nbytes() == 0) == weights

@@ -476,6 +476,39 @@ def test_a_state_that_cannot_be_brought_back_ends_the_job() -> None:
     assert "failed in move and the old layout could not be brought back on rank 2" in messages.pop()
 
 
+def _fail_to_give_back(rank: int, world: int, bad: int) -> tuple[str, str]:
+    """A unit goes from ranks 0 and 1 to all; the move fails, then `bad` to give back its target."""
+    unit = ToyUnit("actor", Layout(tp=2), rank, 20.0)
+    control = Control(rank, world, timeout_s=20.0)
+    transition = RankTransition(
+        {"actor": unit}, rank=rank, world=world, control=control, options=TransitionOptions()
+    )
+    release = unit.release
+
+    def release_and_fail(built: ToyBuilt) -> None:
+        release(built)
+        raise MemoryError("none left to give any back")
+
+    if rank == bad:
+        unit.release = release_and_fail  # type: ignore[method-assign]
+    os.environ[ENVIRONMENT_VARIABLE] = "step=move,rank=0,kind=raise"
+    with pytest.raises((TransitionAborted, TransitionUnrecoverable)) as caught:
+        transition.prepare({"actor": Layout(tp=2, dp=2)}, 1)
+    assert unit.layout() == Layout(tp=2)
+    unit.check(0)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_rank_that_held_nothing_may_fail_to_give_back() -> None:
+    """As one that was to join. A rank of the old layout may not."""
+    for bad, ends in ((3, "TransitionAborted"), (1, "TransitionUnrecoverable")):
+        outcomes = set(run_ranks(_fail_to_give_back, WORLD, bad, timeout_s=120))
+        assert len(outcomes) == 1
+        name, message = outcomes.pop()
+        assert name == ends
+        assert ("MemoryError" in message) == (bad == 1)
+
+
 def _wrong_prediction(rank: int, world: int) -> list[dict[str, Any]]:
     units, transition = set_up(rank, world)
     seen: list[tuple[int, int]] = []

@@ -240,9 +240,7 @@ class _Broken:
 
 def _fail(rank: int, world: int, shared_memory: bool) -> tuple[str, float, float]:
     group = new_group(60)
-    transport = TorchTransport(
-        group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60
-    )
+    transport = TorchTransport(group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60)
     source: list[Any] = shards_of(INFOS, (4, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 4), rank, filled=False)
     moves = plan(rank, source, target, group)
@@ -277,9 +275,7 @@ def test_one_rank_failing_fails_all_at_once_and_leaves_the_default_group(
 
 def _killed(rank: int, world: int, shared_memory: bool) -> tuple[str, float]:
     group = new_group(60)
-    transport = TorchTransport(
-        group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60
-    )
+    transport = TorchTransport(group, staging_bytes=4096, shared_memory=shared_memory, timeout_s=60)
     source = shards_of(INFOS, (4, 1), rank, filled=True)
     target = shards_of(INFOS, (1, 4), rank, filled=False)
     moves = plan(rank, source, target, group)

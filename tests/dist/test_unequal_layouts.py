@@ -48,7 +48,9 @@ def _together(rank: int, world: int, model: Path, folder: Path) -> bool:
 
     def groups() -> tuple[int, int]:
         """Layouts of which there are groups, and groups that belong to none."""
-        held = {id(world): len(world.groups) for world in map(engine_worlds.world_of, engines.values())}
+        held = {
+            id(world): len(world.groups) for world in map(engine_worlds.world_of, engines.values())
+        }
         return len(held), live_group_count() - sum(held.values())
 
     worlds = {name: engine_worlds.world_of(engine) for name, engine in engines.items()}
