@@ -173,9 +173,11 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
         raise SpecError("a comparison needs two names at least: run directories, or --runs twice")
     baseline = _baseline(args, list(named))
     kind, records = measured.read_all(named)
+    counted_by, runs = measured.figures_of(records)
     return {
         "kind": kind,
-        **comparison(measured.figures_of(records), baseline),
+        **comparison(runs, baseline),
+        "time_by": counted_by,
         "last_step": measured.last_common_step(records),
         "jobs": measured.described(named, records),
     }, {name: (named[name][0], runs[0]) for name, runs in records.items()}
@@ -243,7 +245,10 @@ def text(found: Mapping[str, Any]) -> str:
             trace["note"],
         ]
     else:
-        lines = [f"{found['kind'].upper()}, up to step {found['last_step']}"]
+        lines = [
+            f"{found['kind'].upper()}, up to step {found['last_step']}; run time by "
+            f"{found['time_by']}"
+        ]
     width = max(12, *(len(name) for name in found["policies"]))
     lines += [
         "",
@@ -294,6 +299,8 @@ def _row(one: Mapping[str, Any]) -> str:
     if one["step_s_mean"] is None:
         return f"STOPPED {one['stopped']}"
     end = f"  STOPPED {one['stopped']}" if one["stopped"] else ""
+    if one.get("ended_early"):
+        end += f"  ENDED EARLY: {one['ended_early']}"
     per_step = one.get("run_s_per_step") or 0.0
     return (
         f"{one['step_s_mean']:9.2f} {one['step_s_p50']:9.2f} {one['step_s_p99']:9.2f} "

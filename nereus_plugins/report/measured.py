@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import SpecError
-from nereus_plugins.trace.record import Record, RunRecord, StepRecord
+from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
 
 from .figures import SIMULATOR, figures, read_run, source_of
+
+# What run time is counted by.
+CLOCK = "clock"
+TIMERS = "timers of steps: some records have no time of day, so nothing between steps is counted"
 
 # By name, the run directories (or records) of its runs; those of one place are a pair.
 Named = Mapping[str, Sequence[Path]]
@@ -79,12 +84,49 @@ def last_common_step(records: Read) -> int:
     return max(common)
 
 
-def figures_of(
-    records: Mapping[str, Sequence[Sequence[Record]]],
-) -> dict[str, list[dict[str, Any]]]:
-    """By name, the figures of each run up to the last step that all have."""
+def figures_of(records: Read) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """(what time is counted by, by name the figures of each run up to the last step that all have).
+
+    Time is the clock's; where a run has none (a console log's import), that of the frameworks'
+    timers of steps, for all runs alike. `ended_early` says of a run that others went on, else "".
+    """
     last = last_common_step(records)
-    return {name: [figures(run, last) for run in runs] for name, runs in records.items()}
+    every = [run for runs in records.values() for run in runs]
+    ends = max(_last_step(run) for run in every)
+    by = CLOCK if all(_has_clock(run) for run in every) else TIMERS
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, runs in records.items():
+        found[name] = []
+        for run in runs:
+            own = _last_step(run)
+            early = f"its last step was {own}, another run's {ends}" if own < ends else ""
+            counted = run if by == CLOCK else retimed(run)
+            found[name].append(figures(counted, last) | {"ended_early": early})
+    return by, found
+
+
+def _last_step(run: Sequence[Record]) -> int:
+    return max(r.step for r in run if isinstance(r, StepRecord))
+
+
+def _has_clock(run: Sequence[Record]) -> bool:
+    """Imports of logs without times of day count from 0; so do simulated runs, whose clock is
+    their own."""
+    first = next(r for r in run if isinstance(r, RunRecord))
+    return first.source == SIMULATOR or first.time_unix_s > 0.0
+
+
+def retimed(run: Sequence[Record]) -> list[Record]:
+    """The records with the times that they have if nothing passes between steps."""
+    out: list[Record] = []
+    now_s = 0.0
+    for record in run:
+        if isinstance(record, StepRecord):
+            now_s += record.step_s
+        if isinstance(record, (RunRecord, StepRecord, TransitionRecord)):
+            record = dataclasses.replace(record, time_unix_s=now_s)
+        out.append(record)
+    return out
 
 
 def described(named: Named, records: Read) -> dict[str, Any]:

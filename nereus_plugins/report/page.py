@@ -218,7 +218,7 @@ class _Page:
                 parts.append(f"<h3>{escape(title)}</h3>{svg.forest(rows, title)}")
         several = any(len(each) > 1 for each in self.found["runs"].values())
         about = "Relative differences of pairs: " + (
-            "dots are means, whiskers 95 % intervals by Student's t over seeds."
+            "dots are (geometric) means, whiskers 95 % intervals by Student's t over seeds."
             if several
             else "one pair each, so that there is no interval."
         )
@@ -260,18 +260,24 @@ class _Page:
             rows.append(
                 f"<tr><td>{dot}</td>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
             )
-            if one["stopped"]:
-                rows.append(
-                    f'<tr><td></td><td class="text bad" colspan="{len(heads) - 1}">did not reach '
-                    f"the end: {escape(one['stopped'])}</td></tr>"
-                )
+            for why, text in (
+                ("did not reach the end", one["stopped"]),
+                ("ended early", one.get("ended_early")),
+            ):
+                if text:
+                    rows.append(
+                        f'<tr><td></td><td class="text bad" colspan="{len(heads) - 1}">{why}: '
+                        f"{escape(text)}</td></tr>"
+                    )
         head = "".join(f"<th>{escape(text)}</th>" for text in heads)
         counts = {len(each) for each in self.found["runs"].values()}
         about = (
-            f"Means over {', '.join(str(c) for c in sorted(counts))} runs of each."
+            f"Means over {', '.join(str(c) for c in sorted(counts))} runs of each. "
             if max(counts) > 1
             else ""
         )
+        if "last_step" in self.found:
+            about += f"Up to step {self.found['last_step']}, the last that all have finished."
         return _section(
             "Figures",
             about,
@@ -572,7 +578,7 @@ class _Page:
             rest = {
                 key: self.found[key]
                 for key in ("versions", "commit", "code_sha256", "arguments", "seeds",
-                            "differences_method", "last_step", "jobs")
+                            "differences_method", "last_step", "time_by", "jobs")
                 if self.found.get(key) is not None
             }  # fmt: skip
             parts.append(_details("Versions, arguments, seeds", _pre(rest)))

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str]) -> int:
         if args.out is not None:
             found = None
             if len(named) > 1:
-                found = comparison(measured.figures_of(records), next(iter(named))) | {
+                counted_by, runs = measured.figures_of(records)
+                found = comparison(runs, next(iter(named))) | {
+                    "time_by": counted_by,
                     "last_step": measured.last_common_step(records),
                     "jobs": measured.described(named, records),
                 }

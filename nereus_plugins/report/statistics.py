@@ -10,8 +10,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 METHOD = (
-    "relative difference of each pair (same seed, same conditions); mean and 95 % interval over "
-    "pairs by Student's t; no interval with fewer than two pairs"
+    "logarithm of the ratio of each pair (same seed, same conditions); its mean and 95 % interval "
+    "over pairs by Student's t, given as relative differences; no interval with one pair"
 )
 
 
@@ -47,18 +47,22 @@ def _within(t: float, freedom: int) -> float:
 
 
 def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """Relative differences `value / baseline - 1`, pair by pair.
+    """Relative differences `value / baseline - 1` of pairs, all of them above 0.
+
+    Means and intervals are of the logarithms of the ratios, so that twice and half are equally
+    far, and nothing falls below -1.
 
     Returns: mean; low and high of the interval (None with one pair); pairs: every difference.
     Raises: ValueError: not as many of one as of the other, or none.
     """
     if len(values) != len(baseline) or not values:
         raise ValueError(f"{len(values)} values and {len(baseline)} of the baseline are no pairs")
-    found = np.array(values, float) / np.array(baseline, float) - 1.0
+    found = np.log(np.array(values, float) / np.array(baseline, float))
     mean = float(found.mean())
     low = high = None
     if len(found) > 1:
         spread = float(found.std(ddof=1)) / math.sqrt(len(found))
         half = t_quantile(0.5 + CONFIDENCE / 2, len(found) - 1) * spread
-        low, high = mean - half, mean + half
-    return {"mean": mean, "low": low, "high": high, "pairs": [float(one) for one in found]}
+        low, high = math.expm1(mean - half), math.expm1(mean + half)
+    pairs = [float(one) for one in np.expm1(found)]
+    return {"mean": math.expm1(mean), "low": low, "high": high, "pairs": pairs}

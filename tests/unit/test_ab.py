@@ -15,6 +15,7 @@ from nereus_plugins.report import simulated
 from nereus_plugins.report.cli import parser, request
 from nereus_plugins.report.compare import mean_figures, oracle_shares
 from nereus_plugins.report.figures import by_part, figures, read_run, stalled_s
+from nereus_plugins.report.measured import retimed
 from nereus_plugins.report.predicted import Prediction, predictions
 from nereus_plugins.report.sensitivity import settings, tabulated
 from nereus_plugins.report.statistics import paired, t_quantile
@@ -192,11 +193,13 @@ def test_t_quantiles_are_those_of_the_tables(freedom: int, value: float) -> None
 
 
 def test_paired_differences_are_those_computed_by_hand() -> None:
-    found = paired([9.0, 8.0, 10.0], [10.0, 10.0, 10.0])
-    half = 4.302653 * 0.1 / 3**0.5
-    assert found["mean"] == pytest.approx(-0.1)
-    assert found["low"] == pytest.approx(-0.1 - half)
-    assert found["high"] == pytest.approx(-0.1 + half)
+    found = paired([20.0, 5.0, 40.0], [10.0, 10.0, 10.0])
+    # Logarithms to base 2: 1, -1, 2; mean 2/3, standard deviation sqrt(7/3).
+    half = 4.302653 * (7 / 3) ** 0.5 / 3**0.5
+    assert found["mean"] == pytest.approx(2 ** (2 / 3) - 1)
+    assert found["low"] == pytest.approx(2 ** (2 / 3 - half) - 1, rel=1e-5)
+    assert found["high"] == pytest.approx(2 ** (2 / 3 + half) - 1, rel=1e-5)
+    assert found["pairs"] == pytest.approx([1.0, -0.5, 3.0])
     alone = paired([9.0], [10.0])
     assert (alone["mean"], alone["low"], alone["high"]) == (pytest.approx(-0.1), None, None)
     with pytest.raises(ValueError, match="no pairs"):
@@ -430,8 +433,25 @@ def test_jobs_that_have_run_side_by_side(tmp_path: Path, capsys: Any) -> None:
     assert found["policies"]["off"]["run_s"] == 33.0
     assert found["policies"]["act"]["run_s"] == 16.5
     difference = found["differences"]["act"]["step_s_mean"]
-    assert (difference["mean"], difference["low"]) == (-0.5, None)
+    assert (difference["mean"], difference["low"]) == (pytest.approx(-0.5), None)
     assert found["jobs"]["off"][0]["versions"] == {"verl": "0.9.1"}
+    assert found["time_by"] == "clock"
+    assert found["policies"]["act"]["ended_early"] == "its last step was 3, another run's 4"
+    assert found["policies"]["off"]["ended_early"] == ""
+
+
+def test_what_has_no_clock_is_compared_by_the_timers_of_steps(tmp_path: Path, capsys: Any) -> None:
+    """A log's import begins at 0 and knows nothing of what is between steps."""
+    imported = [run_record(time_unix_s=0.0), step_record(1, 10.0, 10.0), step_record(2, 20.0, 10.0)]
+    late = [run_record(), step_record(1, 110.0, 10.0), step_record(2, 150.0, 10.0)]
+    a, b = write(tmp_path / "off", imported), write(tmp_path / "act", late)
+    assert main(["ab", str(a), str(b), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["time_by"].startswith("timers of steps")
+    assert [found["policies"][name]["run_s"] for name in ("off", "act")] == [20.0, 20.0]
+    transition = [*live()[:5]]
+    assert figures(retimed(transition))["run_s"] == 33.0  # verl's timer holds the transition
+    assert figures(retimed(transition))["gpu_hours"] == pytest.approx((4 * 20 + 8 * 13) / 3600)
 
 
 def test_several_runs_of_a_name_are_pairs(tmp_path: Path, capsys: Any) -> None:

@@ -26,6 +26,7 @@ def test_every_refusal_is_on_the_support_page() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "docs/ab.md",
+        "recipes/ab/README.md",
         "docs/architecture.md",
         "docs/control.md",
         "docs/traces.md",
