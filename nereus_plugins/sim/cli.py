@@ -18,7 +18,10 @@ from .constants import BASIS, Constants
 from .truth import TruthSpec
 from .world import World
 
-EPILOG = """examples:
+EPILOG = """policies:
+{policies}
+
+examples:
   nereus sim growth --policies static,dp_scaling,static_hindsight
   nereus sim my-trace.json --policies static --seed 3 --records out/ --json
 
@@ -30,14 +33,16 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="nereus sim",
         description="Run policies through a trace on a simulated cluster.",
-        epilog=EPILOG,
+        epilog=EPILOG.format(
+            policies="\n".join(f"  {name:17} {text}" for name, text in run.SUMMARIES.items())
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("trace", help="a trace file, or the name of one that ships")
     p.add_argument(
         "--policies",
-        default=",".join(run.POLICIES),
-        help=f"comma-separated, of {', '.join(run.POLICIES)}; default: all",
+        help="comma-separated, of those below; default: all (without the oracle where conditions "
+        "go by wall clock)",
     )
     p.add_argument("--seed", type=int, help="of truth and chance; default: the trace's")
     p.add_argument("--truth", type=Path, metavar="FILE", help="spreads of truth and chance (YAML)")
@@ -69,8 +74,12 @@ def _check_records(folder: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a policy did not reach the end, 2 wrong usage or bad input."""
     args = parser().parse_args(arguments)
-    names = list(dict.fromkeys(n.strip() for n in args.policies.split(",") if n.strip()))
     try:
+        trace = find(args.trace)
+        if args.policies is None:
+            names = [n for n in run.POLICIES if n != "oracle" or trace.indexed_by == "step"]
+        else:
+            names = list(dict.fromkeys(n.strip() for n in args.policies.split(",") if n.strip()))
         unknown = [name for name in names if name not in run.POLICIES]
         if unknown or not names:
             wrong = unknown[0] if unknown else args.policies
@@ -80,14 +89,20 @@ def main(arguments: Sequence[str]) -> int:
         for name in names if args.records else ():
             _check_records(args.records / name)
         world = World(
-            find(args.trace),
+            trace,
             seed=args.seed,
             truth=TruthSpec.load(args.truth) if args.truth else None,
             constants=Constants.load(args.constants) if args.constants else None,
         )
         results = []
         for name in names:
-            results.append(run.run(world, name, args.records / name if args.records else None))
+            try:
+                found = run.run(world, name, args.records / name if args.records else None)
+            except SpecError as error:
+                if len(names) == 1:
+                    raise
+                found = run.not_begun(name, str(error))
+            results.append(found)
     except BrokenPipeError:
         raise
     except (SpecError, OSError) as error:

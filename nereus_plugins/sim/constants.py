@@ -39,6 +39,8 @@ class Constants(Record):
         relaunch_s: starting the whole job again: scheduler, processes, frameworks, engines.
         storage_node_bytes_per_s: checkpoint storage, read or write, for one node.
         checkpoint_every_steps: a failure goes back to the last of these.
+        notice_steps: how many steps ahead a job is told of GPUs that it will lose; with 1, at the
+            boundary before the step that has fewer.
     """
 
     groups_s: float = 0.03
@@ -50,11 +52,12 @@ class Constants(Record):
     relaunch_s: float = 180.0
     storage_node_bytes_per_s: float = 2e9
     checkpoint_every_steps: int = 20
+    notice_steps: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "checkpoint_every_steps":
+            if field.name in ("checkpoint_every_steps", "notice_steps"):
                 require_int("Constants", field.name, value)
             elif field.name == "storage_node_bytes_per_s":
                 require_number("Constants", field.name, value, minimum=1)
@@ -99,4 +102,8 @@ BASIS: Mapping[str, Basis] = {
         "assumed", "parallel file system, one 25 Gbit/s share a node"
     ),
     "checkpoint_every_steps": Basis("assumed", "written beside training, no stall"),
+    "notice_steps": Basis(
+        "published",
+        "spot instances: 30 s (Google Cloud, Azure) to 2 min (AWS), less than most steps",
+    ),
 }

@@ -221,22 +221,44 @@ def untuned(world: World, name: str, framework: str) -> Elsewhere:
     return Elsewhere(own, Static(name, planning=ScriptPlanning(own.known, framework)))
 
 
+class Choice(NamedTuple):
+    """A plan to hold, the planning that restarts follow, and the world of its job."""
+
+    world: World
+    plan: GlobalPlan | None
+    planning: Planning
+
+    def policy(self, name: str) -> Static:
+        return Static(name, self.plan, self.planning)
+
+
+def tuned_choice(world: World, framework: str, run_s: RunS) -> Choice:
+    """The plan that takes least time on the whole trace: of the planner's best that the framework
+    can be launched in, for the lengths and GPUs that the trace has, and of the framework's own
+    example. Chosen with hindsight, so that no tuning does better. Kept in the world."""
+    key = ("tuned", framework)
+    if key not in world.memo:
+        verl = framework == "verl"
+        rules = VERL if verl else OPENRLHF
+        typical = statistics.fmean(world.trace.mean_response_tokens)
+        found: list[tuple[float, Choice]] = []
+        for job in verl_jobs(world.setting.job) if verl else openrlhf_jobs(world.setting.job):
+            own = world.of_job(job)
+            lengths = own.trace.response_tokens(typical)
+            planning = Planning(own.known._replace(response_tokens=lengths), rules)
+            for seconds, plan in promising(own, planning)[:_TRIED]:
+                found.append((seconds, Choice(own, plan, planning)))
+        found.sort(key=lambda f: f[0])
+        tried = [one for _, one in found[:_TRIED]]
+        example = untuned(world, "example", framework)
+        tried.append(Choice(example.world, None, ScriptPlanning(example.world.known, framework)))
+        taken = [run_s(one.world, one.policy("tried")) for one in tried]
+        world.memo[key] = tried[taken.index(min(taken))]
+    chosen: Choice = world.memo[key]
+    return chosen
+
+
 def tuned(world: World, name: str, framework: str, run_s: RunS) -> Elsewhere:
-    """`static` in the plan that takes least time on the whole trace: of the planner's best that
-    the framework can be launched in, for the lengths and GPUs that the trace has, and of the
-    framework's own example. Chosen with hindsight, so that no tuning does better."""
-    verl = framework == "verl"
-    rules = VERL if verl else OPENRLHF
-    typical = statistics.fmean(world.trace.mean_response_tokens)
-    found: list[tuple[float, Elsewhere]] = []
-    for job in verl_jobs(world.setting.job) if verl else openrlhf_jobs(world.setting.job):
-        own = world.of_job(job)
-        lengths = own.trace.response_tokens(typical)
-        planning = Planning(own.known._replace(response_tokens=lengths), rules)
-        for seconds, plan in promising(own, planning)[:_TRIED]:
-            found.append((seconds, Elsewhere(own, Static(name, plan, planning))))
-    found.sort(key=lambda f: f[0])
-    tried = [one for _, one in found[:_TRIED]]
-    tried.append(untuned(world, name, framework))
-    taken = [run_s(*one) for one in tried]
-    return tried[taken.index(min(taken))]
+    """`static` in the plan of `tuned_choice`."""
+    chosen = tuned_choice(world, framework, run_s)
+    return Elsewhere(chosen.world, chosen.policy(name))

@@ -93,6 +93,7 @@ class SimulatedJob:
         self._epoch = 0
         self._last: StepRecord | None = None
         self._check(plan)
+        self._in(plan)
         self._started()
 
     # The job port.
@@ -120,7 +121,17 @@ class SimulatedJob:
         return tuple(out)
 
     def gpus(self) -> Gpus:
-        return Gpus(self.available())
+        """Notice is given for as many steps as the constants say, of the last step's seconds."""
+        trace, there = self.world.trace, self.available()
+        step_s = self._last.step_s if self._last is not None else 0.0
+        for ahead in range(1, self.world.constants.notice_steps):
+            step, later_s = self.step + ahead, ahead * step_s
+            if step >= trace.steps:
+                break
+            left = trace.conditions(step, self.elapsed_s + later_s).gpus
+            if left < there:
+                return Gpus(there, there - left, later_s)
+        return Gpus(there)
 
     def execute(self, proposal: Proposal) -> TransitionRecord:
         """One transition by its graph.
@@ -139,7 +150,8 @@ class SimulatedJob:
         except InfeasibleTransition as error:
             return self._write_transition("aborted", str(error), {}, None, old)
         self.elapsed_s += cost.stall_s
-        self._plan, self._epoch = proposal.plan, self._epoch + 1
+        self._in(proposal.plan)
+        self._epoch += 1
         return self._write_transition("committed", "", cost.seconds, cost, old)
 
     # What a simulated job has beside it.
@@ -162,7 +174,8 @@ class SimulatedJob:
         old = self._plan
         seconds = {"save": self.world.checkpoint_s(old), **self.world.start_s(plan)}
         self.elapsed_s += sum(seconds.values())
-        self._plan, self._epoch = plan, self._epoch + 1
+        self._in(plan)
+        self._epoch += 1
         record = self._write_transition("committed", "", seconds, None, old)
         self._started()
         return record
@@ -180,7 +193,8 @@ class SimulatedJob:
             "failed", failure.reason, {"lost_step": failure.lost_s, **start_s}, None, old
         )
         self.step -= self.step % self.world.constants.checkpoint_every_steps
-        self._plan, self._epoch = plan, self._epoch + 1
+        self._in(plan)
+        self._epoch += 1
         self._started()
         return record
 
@@ -204,6 +218,10 @@ class SimulatedJob:
         self.step += 1
         self._write(record)
         return record
+
+    def _in(self, plan: GlobalPlan) -> None:
+        self._plan = plan
+        self.world.visited.setdefault(plan.assignments, plan)
 
     def _check(self, plan: GlobalPlan) -> None:
         there = self.available()

@@ -39,8 +39,8 @@ class Known(NamedTuple):
 
 # Any plan in force keeps the planner to pipeline stages of equal size, the only ones that a
 # transition can reach; nothing is asked to stay near this one.
-_ANCHOR = GlobalPlan({ModelStage.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
-_NO_HURRY = 10**9
+ANCHOR = GlobalPlan({ModelStage.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
+NO_HURRY = 10**9
 
 
 class Rules(NamedTuple):
@@ -90,8 +90,8 @@ class Planning:
                     capabilities=dataclasses.replace(
                         capabilities_of(setting.job), colocated=self.rules.colocated
                     ),
-                    current=None if self.rules.uneven else _ANCHOR,
-                    horizon_steps=_NO_HURRY,
+                    current=None if self.rules.uneven else ANCHOR,
+                    horizon_steps=NO_HURRY,
                     after=self._last.get((gpus, memory)),
                 )
                 self._last[gpus, memory] = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,11 @@ from nereus_plugins.job import Proposal
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord
 
-from . import frameworks
+from . import elastic, frameworks
 from .hindsight import StaticHindsight
 from .job import Failure, SimulatedJob
 from .nereus import Nereus
+from .oracle import Oracle
 from .policies import Decision, DPScaling, Elsewhere, Policy, Static
 from .world import World
 
@@ -32,9 +34,28 @@ POLICIES: Mapping[str, Callable[[World], Policy | Elsewhere]] = {
     ),
     "verl_static": lambda world: frameworks.untuned(world, "verl_static", "verl"),
     "verl_tuned": lambda world: frameworks.tuned(world, "verl_tuned", "verl", _run_s),
+    "verl_dynamic": lambda world: elastic.verl_dynamic(world, _run_s),
     "openrlhf_default": lambda world: frameworks.untuned(world, "openrlhf_default", "openrlhf"),
     "openrlhf_tuned": lambda world: frameworks.tuned(world, "openrlhf_tuned", "openrlhf", _run_s),
+    "restart_elastic": lambda world: elastic.RestartElastic(world.planning()),
+    "threshold": lambda world: elastic.Threshold(world.planning()),
     "nereus": Nereus,
+    "oracle": lambda world: Oracle(world, lambda: _run_others(world)),
+}
+# One line of each, for whoever has to choose.
+SUMMARIES: Mapping[str, str] = {
+    "static": "the planner's best for the first conditions, held; restarted where GPUs are taken",
+    "dp_scaling": "static's TP and PP, DP follows the GPUs (the paper's baseline)",
+    "static_hindsight": "the one plan that does best on the whole trace, held",
+    "verl_static": "verl's own example for such a model, held",
+    "verl_tuned": "the best plan verl can be launched in, with hindsight, held",
+    "verl_dynamic": "verl_tuned, with rollout replicas on GPUs that come and go",
+    "openrlhf_default": "OpenRLHF's own example, held",
+    "openrlhf_tuned": "the best plan OpenRLHF can be launched in, with hindsight, held",
+    "restart_elastic": "the planner's best for each condition, by checkpoint and restart",
+    "threshold": "the same by transitions, when a rule says so",
+    "nereus": "the controller of live jobs",
+    "oracle": "the best sequence of plans, everything known; and the bound without transitions",
 }
 # A step that fails this often in a row ends the run.
 MOST_FAILURES = 6
@@ -54,6 +75,7 @@ class Result:
         stall_s: their seconds by phase.
         oom, failures: steps that ran out of memory, and that failed for any reason.
         stopped: why the run did not reach its end; empty if it did.
+        about: what the policy says of itself: the oracle's candidates, and its bound.
     """
 
     policy: str
@@ -71,6 +93,7 @@ class Result:
     oom: int
     failures: int
     stopped: str
+    about: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         out = dataclasses.asdict(self)
@@ -101,9 +124,17 @@ def run(world: World, name: str, records: Path | None = None) -> Result:
         made.journal.close()
 
 
+def not_begun(name: str, reason: str) -> Result:
+    """Of a policy that finds no plan to start in."""
+    return Result(
+        name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, {}, 0, 0, f"the start: {reason}"
+    )  # fmt: skip
+
+
 def through(world: World, policy: Policy, records: Path | None = None) -> Result:
     """As `run`, of a policy of the caller's own."""
     trace = world.trace
+    world.memo.setdefault("ran", set()).add(policy.name)
     plan = policy.start(world.known)
     writer = RecordWriter(records) if records is not None else None
     try:
@@ -113,10 +144,23 @@ def through(world: World, policy: Policy, records: Path | None = None) -> Result
             name=f"{trace.name}/{policy.name}",
             on_record=writer.write if writer else None,
         )
-        return _result(policy.name, job, _to_the_end(job, policy))
+        result = _result(policy.name, job, _to_the_end(job, policy))
+        about = policy.about if isinstance(policy, Oracle) else {}
+        return dataclasses.replace(result, about=about)
     finally:
         if writer is not None:
             writer.close()
+
+
+def _run_others(world: World) -> None:
+    """Run the policies of this world's engine that have not been run in it."""
+    for name, make in POLICIES.items():
+        if name == "oracle" or name in world.memo.get("ran", set()):
+            continue
+        policy = make(world)
+        if not isinstance(policy, Elsewhere):
+            with contextlib.suppress(SpecError):  # it cannot begin
+                through(world, policy)
 
 
 def _run_s(world: World, policy: Policy) -> float:
@@ -233,4 +277,10 @@ def text(world: World, results: Sequence[Result]) -> str:
             f"{r.transitions:6d} {r.restarts:8d} {100 * r.transition_share:7.3f}% {r.oom:4d}"
             + (f"  STOPPED at {r.stopped}" if r.stopped else "")
         )
+        if r.about:
+            lines.append(
+                f"{'  free':18} {r.about['free_step_s']:9.2f} {'':31}"
+                f"{r.about['free_s'] / 3600:8.1f}  bound: the fastest of "
+                f"{r.about['candidates']:.0f} candidates in every step, transitions free"
+            )
     return "\n".join(lines)

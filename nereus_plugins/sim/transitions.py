@@ -8,6 +8,7 @@ Compiled once for each pair of plans.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ class Transitions:
         self._state_bytes: dict[object, float] = {}
         self._tables: dict[tuple[str, Assignment], ShardTable] = {}
         self._known: dict[tuple[object, object], TransitionCost | InfeasibleTransition] = {}
+        self._moved: dict[tuple[object, ...], TransitionCost | InfeasibleTransition] = {}
 
     def cost(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
         """Raises: InfeasibleTransition: the target does not fit beside what cannot be parked.
@@ -130,17 +132,41 @@ class Transitions:
         return self._tables[key]
 
     def _compiled(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
-        changes = changes_between(old, new, self.units, self._table)
-        rollout = {"rollout": started_s} if (started_s := self._rollout_s(old, new)) else {}
-        if not changes:
-            return TransitionCost("unchanged", rollout, 0.0, {}, "")
+        moved = self._of_state(old, new)
+        if (started_s := self._rollout_s(old, new)) > 0:
+            seconds = {**moved.seconds, "rollout": started_s}
+            moved = dataclasses.replace(moved, seconds=seconds)
+        return moved
+
+    def _of_state(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
+        """Without engines. Plans that differ in knobs only share it."""
         world = 1 + max(*old.devices, *new.devices)
+        on_host = self._offloaded(old) or self._offloaded(new)
+        sides = [
+            (a.layout, a.devices)
+            for plan in (old, new)
+            for a in (plan.assignments[unit.stage] for unit in self.units)
+        ]
+        key = (world, on_host, *sides)
+        if key not in self._moved:
+            try:
+                self._moved[key] = self._graph(old, new, world, on_host)
+            except InfeasibleTransition as error:
+                self._moved[key] = error
+        known = self._moved[key]
+        if isinstance(known, InfeasibleTransition):
+            raise known
+        return known
+
+    def _graph(self, old: GlobalPlan, new: GlobalPlan, world: int, on_host: bool) -> TransitionCost:
+        changes = changes_between(old, new, self.units, self._table)
+        if not changes:
+            return TransitionCost("unchanged", {}, 0.0, {}, "")
         node_of = np.arange(world, dtype=np.int32) // self.cluster.gpus_per_node
         moves = {}
         for change in changes:
             assert change.target is not None  # predicted on both sides
             moves[change.name] = plan_moves(change.source, change.target, node_of=node_of)
-        on_host = self._offloaded(old) or self._offloaded(new)
         graph = build_graph(
             changes,
             world=world,
@@ -156,11 +182,27 @@ class Transitions:
             seconds["park"] = seconds.get("park", 0.0) + float(most)
         return TransitionCost(
             mode="staged" if on_host else schedule.mode,
-            seconds={n: spent for n, spent in (seconds | rollout).items() if spent > 0},
+            seconds={name: spent for name, spent in seconds.items() if spent > 0},
             bound_s=byte_bound_s(graph.traffic, world, self.cluster),
             units=_units(graph, changes, result),
             digest=schedule.digest,
         )
+
+    def least_s(self, old: GlobalPlan, new: GlobalPlan) -> float:
+        """A bound from below on the stall that takes no compiling: engines, groups, and what every
+        change of state does."""
+        least = self._rollout_s(old, new)
+        if any(
+            (a.layout, a.devices) != (b.layout, b.devices)
+            for a, b in (
+                (old.assignments[unit.stage], new.assignments[unit.stage]) for unit in self.units
+            )
+        ):
+            world = 1 + max(*old.devices, *new.devices)
+            constants = self.constants
+            least += constants.groups_s + constants.groups_rank_s * world
+            least += constants.describe_s / 2 + constants.build_s
+        return least
 
     def _budget_bytes(self) -> int:
         return int(self.cluster.gpu.memory_bytes - OUTSIDE_TORCH_BYTES)
@@ -177,13 +219,14 @@ class Transitions:
         return self.constants.engine_start_s if started else 0.0
 
 
-def _engines(assignment: Assignment) -> set[tuple[object, ...]]:
+@functools.lru_cache(maxsize=1024)
+def _engines(assignment: Assignment) -> frozenset[tuple[object, ...]]:
     size = assignment.layout.tp * assignment.layout.pp
     devices, fraction = assignment.devices, assignment.knobs.rollout_memory_fraction
-    return {
+    return frozenset(
         (assignment.layout.tp, fraction, *devices[at : at + size])
         for at in range(0, len(devices), size)
-    }
+    )
 
 
 def _units(graph: Graph, changes: list[UnitChange], result: Estimate) -> dict[str, Any]:

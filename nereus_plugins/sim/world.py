@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from nereus_plugins.cost.estimate import Estimate, estimate
 from nereus_plugins.cost.job import JobSpec
@@ -38,6 +39,10 @@ class World:
         self._known: dict[tuple[object, WorkloadSpec], Estimate] = {}
         self._planning: dict[object, Planning] = {}
         self._of_job: dict[JobSpec, World] = {}
+        # Every plan that a job has run in, by its assignments.
+        self.visited: dict[object, GlobalPlan] = {}
+        # What policies have worked out in this world and share, by what it is.
+        self.memo: dict[object, Any] = {}
         self.transitions = Transitions(self.setting.job, self.setting.cluster, self.constants)
 
     @property
