@@ -18,7 +18,7 @@ from nereus_plugins.trace.record import TransitionRecord
 from . import svg
 from .colours import PART_FILLS, STAGE_FILLS, LayoutColours, phase_fill
 from .figures import by_part, stalled_s
-from .predicted import Prediction
+from .journal import Prediction
 from .series import Series, Span, binned
 from .svg import GanttBar, Interval, Line, Mark, Part, Point, Strip
 from .timeline import bars
@@ -367,10 +367,13 @@ class _Page:
     def conditions(self) -> str:
         there = self._lines("gpus_there")[:1]
         gpus = [
-            line._replace(name="there", area=True, stroke="var(--strong)", group=-1)
+            line._replace(name="there", stairs=True, area=True, stroke="var(--strong)", group=-1)
             for line in there
         ]
-        gpus += [line._replace(name=f"{line.name} uses") for line in self._lines("gpus_used")]
+        gpus += [
+            line._replace(name=f"{line.name} uses", stairs=True)
+            for line in self._lines("gpus_used")
+        ]
         parts = [self._titled("GPUs", self._chart("gpus", gpus, "GPUs", "GPUs", height=140.0))]
         # Lengths are the work's: those of one run of a trace are those of all.
         simulated = self.runs[0].source == "simulator"
@@ -584,8 +587,15 @@ class _Page:
             parts.append(_details("Versions, arguments, seeds", _pre(rest)))
             parts.append(_details("Every single run", _single_runs(self.found["runs"])))
         for run in self.runs:
-            if run.config:
-                parts.append(_details(f"Configuration of {run.name}", _pre(dict(run.config))))
+            first = run.run
+            said = {
+                "run": first.run_id,
+                "source": first.source,
+                "versions": dict(first.versions),
+                "ranks": first.world_size,
+                "config": dict(first.config),
+            }
+            parts.append(_details(f"Versions and configuration of {run.name}", _pre(said)))
         return _section("Where this is from", "", *parts, long=True)
 
 
@@ -634,16 +644,17 @@ def _changes(record: TransitionRecord) -> list[tuple[str, str]]:
 
 
 def _gantt(target: str, record: TransitionRecord) -> str:
+    found = bars(record)
     drawn = []
-    rows: dict[tuple[str, int], str] = {}
-    for bar in bars(record):
-        row = rows.setdefault((bar.row, bar.depth), bar.row if bar.depth == 0 else "of these")
+    for bar in found:
+        row = bar.row if bar.depth == 0 else "of these"
         tip = f"{bar.row}: {bar.phase}\n{svg.number(bar.end_s - bar.begin_s)} s"
         drawn.append(GanttBar(row, bar.begin_s, bar.end_s, phase_fill(bar.phase), tip))
     total = stalled_s(record.seconds)
-    seen = [bar.phase for bar in bars(record) if bar.end_s - bar.begin_s > 0.01 * total]
+    begin = min((bar.begin_s for bar in found), default=0.0)
+    seen = [bar.phase for bar in found if bar.end_s - bar.begin_s > 0.01 * (total - begin)]
     words = "; ".join(f"{name} {text}" for name, text in _changes(record))
-    chart = svg.gantt(drawn, total, f"transition after step {record.step}")
+    chart = svg.gantt(drawn, begin, total, f"transition after step {record.step}")
     moved = sum(
         unit.get("bytes_wire", 0) for unit in record.units.values() if isinstance(unit, Mapping)
     )
@@ -651,7 +662,8 @@ def _gantt(target: str, record: TransitionRecord) -> str:
     if "relaunch" in record.seconds:
         text = "started again from a checkpoint"
     if "hidden_s" in record.background:
-        text += f"; {svg.number(float(record.background['hidden_s']))} s more in the background"
+        hidden = svg.number(float(record.background["hidden_s"]))
+        text += f"; {hidden} s, before 0, in the background: nothing waited for it"
     return (
         f'<details id="{escape(target)}"><summary>after step {record.step}: '
         f"{svg.number(total)} s <small>{escape(words)}</small></summary><div>{chart}"

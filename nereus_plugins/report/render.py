@@ -9,8 +9,8 @@ from typing import Any
 from nereus_plugins.trace import files
 from nereus_plugins.trace.record import Record
 
+from .journal import read_journal
 from .page import page
-from .predicted import predictions
 from .series import series_of
 
 # By name, a run directory and its records.
@@ -24,15 +24,19 @@ def write_page(
 
     Raises: OSError; SpecError: a controller's journal that cannot be read.
     """
-    series = [series_of(name, records) for name, (_, records) in runs.items()]
+    journals = [read_journal(path) for path, _ in runs.values()]
+    series = [
+        series_of(name, records, journal.capacity_bytes)
+        for (name, (_, records)), journal in zip(runs.items(), journals, strict=True)
+    ]
     text = page(
         kind,
         title,
         _subtitle(series[0].source, found, {one.name: len(one.step) for one in series}),
-        _notes(found, series[0].config),
+        _notes(found, series[0].run.config),
         series,
         found,
-        [predictions(path) for path, _ in runs.values()],
+        [journal.predictions for journal in journals],
     )
     files.replace(out, (text,))
 

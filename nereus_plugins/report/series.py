@@ -51,11 +51,11 @@ class Series:
         step: int[n], ascending; of a step that was run again, the last time counts.
         columns: float64[n] each, nan where a step does not say: "step_s", "response_mean",
             "response_max", "gpus_used", "gpus_there", "memory_bytes", "headroom_bytes", "reward".
-        capacity_bytes: of a device, or the budget that holds on it; None where no record says.
+        capacity_bytes: of a device; None where nothing says.
         stages_s: where the time of all steps went, by stage, failures and stalls included.
         plan: by unit, spans in order.
         transitions: of every outcome, in order.
-        config: of the first run record.
+        run: the first run record.
     """
 
     name: str
@@ -66,17 +66,20 @@ class Series:
     stages_s: Mapping[str, float]
     plan: Mapping[str, Sequence[Span]]
     transitions: Sequence[TransitionRecord]
-    config: Mapping[str, Any]
+    run: RunRecord
 
 
-def series_of(name: str, records: Sequence[Record]) -> Series:
-    """Of records with a run and a step (`figures.read_run`)."""
+def series_of(name: str, records: Sequence[Record], capacity_bytes: float | None = None) -> Series:
+    """Of records with a run and a step (`figures.read_run`).
+
+    capacity_bytes: of a device, where the records do not say.
+    """
     every = [r for r in records if isinstance(r, StepRecord)]
     last = {r.step: r for r in every}
     steps = [last[step] for step in sorted(last)]
     moves = [r for r in records if isinstance(r, TransitionRecord)]
     run = next(r for r in records if isinstance(r, RunRecord))
-    capacity = _capacity(run.config)
+    capacity = run.config.get("device_memory_bytes", capacity_bytes)
     return Series(
         name=name,
         source=source_of(records),
@@ -86,7 +89,7 @@ def series_of(name: str, records: Sequence[Record]) -> Series:
         stages_s=_stages(every, steps, moves),
         plan=_plan(steps),
         transitions=moves,
-        config=run.config,
+        run=run,
     )
 
 
@@ -102,7 +105,7 @@ def _columns(
     # A job that says nothing of other GPUs has those that it uses.
     there = metric("nereus/gpus_there")
     peaks = [r.memory_bytes.get("reserved", r.memory_bytes.get("allocated")) for r in steps]
-    memory = np.array([np.nan if peak is None else peak for peak in peaks], float)
+    memory = np.array([peak or np.nan for peak in peaks], float)  # 0: nothing was counted
     return {
         "step_s": np.array([step_s(r) for r in steps], float),
         "response_mean": metric("response_length/mean"),
@@ -127,14 +130,6 @@ def _ranks(records: Sequence[Record]) -> dict[int, int]:
         elif isinstance(record, StepRecord):
             out[record.step] = now
     return out
-
-
-def _capacity(config: Mapping[str, Any]) -> float | None:
-    if config.get("memory_budget_gib"):
-        return float(config["memory_budget_gib"]) * 2**30
-    if config.get("device_memory_bytes"):
-        return float(config["device_memory_bytes"])
-    return None
 
 
 def _stages(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -102,13 +103,15 @@ def drawing(height: float, inside: Iterable[str], title: str, **attributes: obje
 
 
 class Line(NamedTuple):
-    """One run in a chart. group: what its legend entry shows and hides. area: filled to zero."""
+    """One run in a chart. group: what its legend entry shows and hides. stairs: a value holds for
+    its whole step. area: filled to zero, without a line."""
 
     name: str
     group: int
     bins: Bins
     stroke: str
     dash: str | None = None
+    stairs: bool = False
     area: bool = False
 
 
@@ -131,8 +134,9 @@ def step_chart(
     values = [one.bins.high for one in lines if len(one.bins.high)]
     high = top_value or max([float(v.max()) for v in values], default=1.0) * 1.05
     high = high if high > 0 else 1.0
+    low = min([1.05 * float(one.bins.low.min()) for one in lines if len(one.bins.low)] + [0.0])
     plot_top, bottom = 12.0, height - 22.0
-    y = Axis(0.0, high, bottom, plot_top)
+    y = Axis(low, high, bottom, plot_top)
     clip = f"clip-{name}"
     out = [
         element(
@@ -176,21 +180,24 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
     xs = [x(float(step)) for step in bins.step]
     means = [y(float(v)) for v in bins.mean]
     parts = []
-    if line.area:
-        path = _steps(xs, means, x)
-        parts.append(
-            element("path", d=f"{path}V{y(0.0):.1f}H{LEFT:.1f}Z", fill=line.stroke, class_="area")
-        )
+    path = _stairs(xs, means) if line.stairs else None
+    if line.area and path is not None:
+        whole = f"{path}V{y(0.0):.1f}H{LEFT:.1f}Z"
+        parts.append(element("path", d=whole, fill=line.stroke, class_="area"))
     elif bool(np.any(bins.high > bins.low)):
         up = [f"{a:.1f},{y(float(v)):.1f}" for a, v in zip(xs, bins.high, strict=True)]
         down = [f"{a:.1f},{y(float(v)):.1f}" for a, v in zip(xs, bins.low, strict=True)]
         parts.append(
             element("polygon", points=" ".join(up + down[::-1]), fill=line.stroke, class_="band")
         )
-    if len(xs) == 1:
+    if line.area:
+        pass
+    elif path is not None:
+        parts.append(element("path", d=path, stroke=line.stroke, class_="line"))
+    elif len(xs) == 1:
         parts.append(element("circle", cx=xs[0], cy=means[0], r=3.0, fill=line.stroke))
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(xs, means, strict=True))
-    if not line.area:
+    else:
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(xs, means, strict=True))
         parts.append(
             element(
                 "polyline", points=points, stroke=line.stroke, class_="line",
@@ -200,12 +207,13 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
     return element("g", "".join(parts), class_=f"run r{line.group}")
 
 
-def _steps(xs: Sequence[float], ys: Sequence[float], x: Axis) -> str:
-    """A stairway that holds each value until the next."""
+def _stairs(xs: Sequence[float], ys: Sequence[float]) -> str:
+    """Each value from halfway after the one before it until halfway to the next."""
     path = f"M{LEFT:.1f},{ys[0]:.1f}"
-    for at, value in zip(xs[1:], ys[1:], strict=True):
-        path += f"H{at:.1f}V{value:.1f}"
-    return path + f"H{x(x.high):.1f}"
+    for (here, then), value in zip(pairwise(xs), ys[1:], strict=True):
+        path += f"H{(here + then) / 2:.1f}V{value:.1f}"
+    last = xs[-1] + (xs[-1] - xs[-2]) / 2 if len(xs) > 1 else LEFT + INNER
+    return path + f"H{min(last, LEFT + INNER):.1f}"
 
 
 class Mark(NamedTuple):
@@ -371,7 +379,7 @@ def forest(rows: Sequence[Interval], title: str, *, wide: bool = False) -> str:
 
 
 class GanttBar(NamedTuple):
-    """begin, end in seconds. lane: which row, counted within its name."""
+    """begin, end: in seconds."""
 
     row: str
     begin: float
@@ -380,24 +388,25 @@ class GanttBar(NamedTuple):
     tip: str
 
 
-def gantt(bars: Sequence[GanttBar], total: float, title: str) -> str:
-    """Bars by row over seconds."""
+def gantt(bars: Sequence[GanttBar], begin: float, end: float, title: str) -> str:
+    """Bars by row over seconds, from `begin` (0, or before it) to `end`."""
     rows = list(dict.fromkeys(bar.row for bar in bars))
     size = 22.0
     bottom = 4.0 + size * len(rows)
-    x = Axis(0.0, total or 1.0, LEFT, LEFT + INNER)
+    x = Axis(begin, end if end > begin else begin + 1.0, LEFT, LEFT + INNER)
     out = []
-    for value in ticks(0.0, x.high, 8):
-        out.append(element("line", x1=x(value), x2=x(value), y1=0.0, y2=bottom, class_="grid"))
+    for value in ticks(begin, x.high, 8):
+        kind = "zero" if begin < 0 and abs(value) < 1e-12 else "grid"
+        out.append(element("line", x1=x(value), x2=x(value), y1=0.0, y2=bottom, class_=kind))
         out.append(label(x(value), bottom + 15, f"{number(value)} s", "middle"))
     for index, row in enumerate(rows):
         out.append(label(LEFT - 8, 4.0 + index * size + 14, short(row, 22), "end"))
     for bar in bars:
         y = 4.0 + rows.index(bar.row) * size
-        begin, end = x(bar.begin), x(bar.end)
+        left, right = x(bar.begin), x(bar.end)
         out.append(
             element(
-                "rect", x=begin, y=y, width=max(end - begin - 0.4, 0.6), height=size - 5.0,
+                "rect", x=left, y=y, width=max(right - left - 0.4, 0.6), height=size - 5.0,
                 fill=bar.fill, data_tip=bar.tip,
             )
         )  # fmt: skip

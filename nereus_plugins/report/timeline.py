@@ -18,7 +18,8 @@ _ORDER = {step.value: index for index, step in enumerate(Step)}
 
 
 class Bar(NamedTuple):
-    """row: "job", or a unit's name. depth: 0 a phase, 1 a part of one. Seconds from the start."""
+    """row: "job", or a unit's name. depth: 0 a phase, 1 a part of one. Seconds from when everything
+    waited; what was prepared in the background lies before 0."""
 
     row: str
     phase: str
@@ -31,14 +32,17 @@ def bars(record: TransitionRecord) -> list[Bar]:
     """What ran when; see the module's docstring."""
     out: list[Bar] = []
     windows: dict[str, tuple[float, float]] = {}
+    hidden_s = float(record.background.get("hidden_s", 0.0))
     now_s = 0.0
     for phase, spent in record.seconds.items():
         if "." in phase:
             continue
-        out.append(Bar(JOB, phase, now_s, now_s + spent, 0))
-        windows[phase] = (now_s, now_s + spent)
-        _parts(record.seconds, phase, now_s, spent, out, windows)
-        now_s += spent
+        end_s = now_s + spent
+        begin_s = now_s - hidden_s if phase == "prepare" else now_s
+        out.append(Bar(JOB, phase, begin_s, end_s, 0))
+        windows[phase] = (begin_s, end_s)
+        _parts(record.seconds, phase, begin_s, end_s - begin_s, out, windows)
+        now_s = end_s
     _units(record, windows, out)
     return out
 

@@ -1,6 +1,7 @@
 """Comparisons: figures and statistics against values by hand; what is kept; what is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from nereus_plugins.report import simulated
 from nereus_plugins.report.cli import parser, request
 from nereus_plugins.report.compare import mean_figures, oracle_shares
 from nereus_plugins.report.figures import by_part, figures, read_run, stalled_s
+from nereus_plugins.report.journal import Prediction, read_journal
 from nereus_plugins.report.measured import retimed
-from nereus_plugins.report.predicted import Prediction, predictions
 from nereus_plugins.report.sensitivity import settings, tabulated
 from nereus_plugins.report.statistics import paired, t_quantile
 from nereus_plugins.report.thin import thinned
@@ -321,12 +322,14 @@ def test_a_fingerprint_follows_everything_that_a_result_follows_from(
 def test_a_simulated_controllers_journal_is_beside_its_records(
     trace_file: Path, tmp_path: Path
 ) -> None:
-    def proofs() -> list[Prediction]:
+    def proofs() -> Sequence[Prediction]:
         assert main(["ab", "--trace", str(trace_file), "--policies", "nereus", "-o",
                      str(tmp_path)]) == 0  # fmt: skip
         folder = simulated.folder_of(tmp_path, "nereus", 5)
         assert DecisionJournal(folder).read()[0]["kind"] == "start"
-        return predictions(folder)
+        memory = small_trace().setting.cluster.gpu.memory_bytes
+        assert read_journal(folder).capacity_bytes == memory
+        return read_journal(folder).predictions
 
     first = proofs()
     (simulated.folder_of(tmp_path, "nereus", 5) / "result.json").unlink()

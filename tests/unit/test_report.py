@@ -13,7 +13,7 @@ from nereus_plugins.cli import main
 from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.report.colours import LayoutColours
 from nereus_plugins.report.figures import figures
-from nereus_plugins.report.predicted import predictions
+from nereus_plugins.report.journal import Journal, read_journal
 from nereus_plugins.report.series import AGAIN, TRANSITIONS, binned, series_of
 from nereus_plugins.report.svg import number, ticks
 from nereus_plugins.report.timeline import JOB, Bar, bars
@@ -163,12 +163,27 @@ def test_a_series_keeps_the_last_run_of_a_step_and_all_of_the_time() -> None:
     assert sum(found.stages_s.values()) == pytest.approx(figures(live())["run_s"] + 10.0)
 
 
-def test_headroom_is_what_is_left_of_the_budget() -> None:
-    records = live()
-    records[0] = run_record(config={"memory_budget_gib": 3.0})
-    found = series_of("job", records)
+def test_headroom_is_what_is_left_of_a_device() -> None:
+    found = series_of("job", live(), capacity_bytes=3.0 * 2**30)
     assert found.columns["headroom_bytes"].tolist() == [2.0 * 2**30] * 4
-    assert series_of("job", live()).capacity_bytes is None
+    records = [run_record(config={"device_memory_bytes": 5 * 2**30}), *live()[1:]]
+    found = series_of("job", records, capacity_bytes=3.0 * 2**30)  # the run's own word counts
+    assert found.columns["headroom_bytes"].tolist() == [4.0 * 2**30] * 4
+    assert np.isnan(series_of("job", live()).columns["headroom_bytes"]).all()
+
+
+def test_what_was_hidden_lies_before_the_wait() -> None:
+    record = transition_record(
+        1, 0.0, {"prepare": 1.0, "prepare.build": 2.0, "commit": 0.5},
+        units={"actor": {"seconds": {"build": 2.0}}},
+        background={"prepare_s": 4.0, "hidden_s": 3.0},
+    )  # fmt: skip
+    assert bars(record) == [
+        Bar(JOB, "prepare", -3.0, 1.0, 0),
+        Bar(JOB, "build", -3.0, -1.0, 1),
+        Bar(JOB, "commit", 1.0, 1.5, 0),
+        Bar("actor", "build", -3.0, -1.0, 0),
+    ]
 
 
 def test_a_transitions_bars_follow_its_phases() -> None:
@@ -195,14 +210,14 @@ def test_a_transitions_bars_follow_its_phases() -> None:
 
 
 def test_predictions_are_the_controllers_proofs(tmp_path: Path) -> None:
-    assert predictions(tmp_path) == []
+    assert read_journal(tmp_path) == Journal()
     journal = DecisionJournal(tmp_path)
     proof = {"step": 7, "forced": False, "predicted_s": 2.0, "predicted_of_s": 10.0,
              "predicted_stall_s": 3.0, "stall_s": 4.0, "savings": [0.1, 0.2]}  # fmt: skip
     journal.append("proof", {"proof": proof})
     journal.append("proof", {"proof": proof | {"forced": True, "savings": []}})
     journal.close()
-    first, second = predictions(tmp_path)
+    first, second = read_journal(tmp_path).predictions
     assert first == (7, False, 3.0, 4.0, 0.2, pytest.approx(0.15))
     assert (second.forced, second.measured_saving) == (True, None)
     page = page_of(tmp_path, str(write(tmp_path, live())))
@@ -210,7 +225,7 @@ def test_predictions_are_the_controllers_proofs(tmp_path: Path) -> None:
     assert "predicted +20.0%, was +15.0%" in page
     (tmp_path / "decisions.jsonl").write_text("nothing\nof the kind\n")
     with pytest.raises(SpecError, match=r"decisions.jsonl"):
-        predictions(tmp_path)
+        read_journal(tmp_path)
 
 
 def test_a_layouts_colour_is_its_own_and_darker_with_dp() -> None:

@@ -1,4 +1,4 @@
-"""What a controller expected of its transitions, against what came of them."""
+"""What a controller's journal says: what it expected of transitions and what came of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
+from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import SpecError
 
 
@@ -25,19 +26,29 @@ class Prediction(NamedTuple):
     measured_saving: float | None
 
 
-def predictions(folder: Path) -> list[Prediction]:
-    """From the proofs in a run directory's journal; none where no controller wrote one.
+class Journal(NamedTuple):
+    """Of one run. capacity_bytes: of a device, None where no controller wrote anything."""
+
+    predictions: tuple[Prediction, ...] = ()
+    capacity_bytes: int | None = None
+
+
+def read_journal(folder: Path) -> Journal:
+    """The journal in a run directory; empty where no controller wrote one.
 
     Raises: SpecError: the journal cannot be read.
     """
     if not folder.is_dir():
-        return []
+        return Journal()
     journal = DecisionJournal(folder)
     try:
-        proofs = [entry["proof"] for entry in journal.read() if entry["kind"] == "proof"]
-        return [_prediction(proof) for proof in proofs]
+        entries = journal.read()
+        proofs = tuple(_prediction(e["proof"]) for e in entries if e["kind"] == "proof")
+        starts = [entry["setting"] for entry in entries if entry["kind"] == "start"]
+        gpus = [JobSetting.from_dict(one).setting.cluster.gpu for one in starts]
     except (DecisionJournalError, KeyError, TypeError, ValueError) as error:
         raise SpecError(f"{journal.path}: not a controller's journal: {error}") from None
+    return Journal(proofs, gpus[-1].memory_bytes if gpus else None)
 
 
 def _prediction(proof: dict[str, object]) -> Prediction:
