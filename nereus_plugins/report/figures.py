@@ -21,9 +21,11 @@ from nereus_plugins.trace.record import (
 # verl's own timer of a step holds the transition at its boundary; figures of steps leave it out.
 TRANSITION_TIMER = "nereus_transition"
 SIMULATOR = "simulator"
-# Metrics of a step: its ranks, where they can change; the mean score of its responses.
+# Metrics of a step: its ranks, where they can change; the mean score of its responses; what a
+# controller added to it.
 WORLD_SIZE = "nereus/world_size"
 REWARD = "critic/score/mean"
+CONTROLLER_MS = "nereus/controller_ms"
 OTHER = "other"
 # A stall's phases, as graph, driver and simulator name them, by the part that a reader asks for.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -78,6 +80,7 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         transition_share: stall of both kinds, of run_s. stall_s, stall_parts_s: by phase, by part.
         oom, failures: steps that ran out of memory, and that failed for any reason.
         failure_s: seconds lost by them until the job ran again, steps run again left out.
+        controller_s_mean, controller_s_max: what a controller added to a step; None without one.
         reward_last: mean score over the last tenth of the steps, None where none is recorded.
     """
     kept = _until(list(records), last_step)
@@ -96,6 +99,7 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
     tokens = {r.step: r.tokens.get("total", 0) for r in steps}
     gpu_s = _gpu_seconds(kept, begin_s, steps[-1].time_unix_s)
     total_s = stalled_s(stall)
+    controller_s = [r.metrics[CONTROLLER_MS] / 1e3 for r in steps if CONTROLLER_MS in r.metrics]
     begun = [r for r in kept if isinstance(r, RunRecord)]
     # A simulated job writes its restarts as transitions, and a run record after each.
     relaunched = 0 if source_of(kept) == SIMULATOR else len(begun) - 1
@@ -117,6 +121,8 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         "oom": sum("out of memory" in r.reason.lower() for r in failed),
         "failures": len(failed),
         "failure_s": sum(stalled_s(r.seconds) for r in failed),
+        "controller_s_mean": float(np.mean(controller_s)) if controller_s else None,
+        "controller_s_max": max(controller_s, default=None),
         "reward_last": _reward_last(steps),
     }
 

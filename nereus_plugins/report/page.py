@@ -237,6 +237,9 @@ class _Page:
                  "transitions", "restarts", "stall", "OOM"]  # fmt: skip
         if oracle["shares"]:
             heads.append("of the oracle's saving")
+        controlled = any(one.get("controller_s_max") for one in self.found["policies"].values())
+        if controlled:
+            heads.append("controller, ms a step")
         rows = []
         for name, one in self.found["policies"].items():
             dot = f'<i style="background:{svg.colour(self.group[name])}"></i>{escape(name)}'
@@ -257,6 +260,9 @@ class _Page:
             if oracle["shares"]:
                 share = oracle["shares"].get(name)
                 cells.append("" if share is None else f"{share:.0%}")
+            if controlled:
+                spent_s = one.get("controller_s_mean")
+                cells.append("" if spent_s is None else svg.number(1e3 * spent_s))
             rows.append(
                 f"<tr><td>{dot}</td>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
             )

@@ -141,6 +141,10 @@ def test_figures_of_a_run_are_those_computed_by_hand() -> None:
     assert found["gpu_hours"] == gpu_s / 3600
     assert found["tokens_per_s_per_gpu"] == 4000 / gpu_s
     assert found["reward_last"] == pytest.approx(0.4)
+    assert found["controller_s_max"] is None
+    asked = [step_record(i, 10.0 * i, 10.0, metrics={"nereus/controller_ms": i}) for i in (1, 3)]
+    found = figures([run_record(), *asked])
+    assert (found["controller_s_mean"], found["controller_s_max"]) == (0.002, 0.003)
 
 
 def test_figures_until_a_step_leave_out_what_follows() -> None:
