@@ -222,7 +222,9 @@ def main(arguments: Sequence[str]) -> int:
             files.replace(args.out / JSON_FILE, (json.dumps(found, indent=1), "\n"))
             if drawn:
                 trace = found.get("trace")
-                title = f"{' / '.join(found['policies'])}{' on ' + trace['name'] if trace else ''}"
+                names = list(found["policies"])
+                title = " / ".join(names) if len(names) < 4 else f"{len(names)} policies"
+                title += f" on {trace['name']}" if trace else ""
                 write_page(args.out / PAGE_FILE, found["kind"], title, drawn, found)
                 _say(f"page: {args.out / PAGE_FILE}")
     except BrokenPipeError:

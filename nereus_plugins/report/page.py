@@ -236,7 +236,7 @@ class _Page:
         heads = ["", "step, s", "p50", "p99", "run, s a step", "tokens/s/GPU", "GPU h", "run",
                  "transitions", "restarts", "stall", "OOM"]  # fmt: skip
         if oracle["shares"]:
-            heads.append("of the oracle's saving")
+            heads.append("of oracle's saving")
         controlled = any(one.get("controller_s_max") for one in self.found["policies"].values())
         if controlled:
             heads.append("controller, ms a step")
@@ -653,7 +653,7 @@ def _gantt(target: str, record: TransitionRecord) -> str:
     found = bars(record)
     drawn = []
     for bar in found:
-        row = bar.row if bar.depth == 0 else "of these"
+        row = bar.row if bar.depth == 0 else "parts"
         tip = f"{bar.row}: {bar.phase}\n{svg.number(bar.end_s - bar.begin_s)} s"
         drawn.append(GanttBar(row, bar.begin_s, bar.end_s, phase_fill(bar.phase), tip))
     total = stalled_s(record.seconds)

@@ -338,10 +338,13 @@ class Interval(NamedTuple):
 def forest(rows: Sequence[Interval], title: str, *, wide: bool = False) -> str:
     """Relative differences with their intervals, around none. wide: names are sentences."""
     row, left = (22.0, 330.0) if wide else (26.0, LEFT)
-    ends = [0.0] + [v for r in rows for v in (r.mean, r.low, r.high) if v is not None]
-    low, high = min(ends), max(ends)
+    means = [0.0, *(one.mean for one in rows)]
+    # An interval that is far wider than all differences would hide them: it is cut.
+    most = 2.5 * max(abs(mean) for mean in means)
+    ends = [max(-most, min(most, v)) for r in rows for v in (r.low, r.high) if v is not None]
+    low, high = min(means + ends), max(means + ends)
     room = 0.06 * (high - low or 0.1)
-    x = Axis(low - room, high + room, left, LEFT + INNER - 190.0)
+    x = Axis(low - room, high + room, left, LEFT + INNER - 215.0)
     bottom = 4.0 + row * len(rows)
     out = []
     marks = ticks(x.low, x.high, 7)
@@ -365,13 +368,11 @@ def forest(rows: Sequence[Interval], title: str, *, wide: bool = False) -> str:
         inside = [label(left - 8, y + 4, name, "end", fill=fill)]
         if one.low is not None and one.high is not None:
             text += f"   ({one.low:+.1%} to {one.high:+.1%})"
-            begin, end = x(one.low), x(one.high)
-            inside.append(
-                element(
-                    "path", d=f"M{begin:.1f},{y:.1f}H{end:.1f}M{begin:.1f},{y - 5:.1f}v10"
-                    f"M{end:.1f},{y - 5:.1f}v10", stroke=colour(one.group), class_="whisker",
-                )
-            )  # fmt: skip
+            shape = f"M{x(max(one.low, x.low)):.1f},{y:.1f}H{x(min(one.high, x.high)):.1f}"
+            for end in (one.low, one.high):
+                if x.low <= end <= x.high:
+                    shape += f"M{x(end):.1f},{y - 5:.1f}v10"
+            inside.append(element("path", d=shape, stroke=colour(one.group), class_="whisker"))
         inside.append(element("circle", cx=x(one.mean), cy=y, r=5.0, fill=colour(one.group)))
         inside.append(label(WIDTH - RIGHT, y + 4, text, "end", class_="figure"))
         out.append(element("g", "".join(inside), class_=f"run r{one.group}"))
@@ -413,6 +414,13 @@ def gantt(bars: Sequence[GanttBar], begin: float, end: float, title: str) -> str
     return drawing(bottom + 22.0, out, title)
 
 
+def _round_logarithms(low: float, high: float) -> list[float]:
+    """Logarithms of 1, 2, 5, 10, ... between two."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    found = [power + math.log10(digit) for power in decades for digit in (1, 2, 5)]
+    return [value for value in found if low <= value <= high]
+
+
 class Point(NamedTuple):
     """What was predicted, and what was measured."""
 
@@ -434,7 +442,7 @@ def scatter(points: Sequence[Point], title: str, unit: str, *, logarithmic: bool
     low, high = min(values) - room, max(values) + room
     x, y = Axis(low, high, left, size - 14.0), Axis(low, high, bottom, 14.0)
     out = []
-    for value in ticks(low, high, 5):
+    for value in _round_logarithms(low, high) if logarithmic else ticks(low, high, 5):
         text = number(10.0**value if logarithmic else value)
         out.append(element("line", x1=x(value), x2=x(value), y1=14.0, y2=bottom, class_="grid"))
         out.append(element("line", x1=left, x2=size - 14, y1=y(value), y2=y(value), class_="grid"))
