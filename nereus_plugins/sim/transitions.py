@@ -88,13 +88,18 @@ class Transitions:
 
     def state_bytes_on_node(self, plan: GlobalPlan) -> float:
         """Bytes of trained state on the fullest node: what a checkpoint writes and reads there."""
-        if plan.assignments not in self._state_bytes:
+        key = tuple(  # knobs change nothing
+            (a.layout, a.devices)
+            for stage in (ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN)
+            if (a := plan.assignments.get(stage)) is not None
+        )
+        if key not in self._state_bytes:
             try:
                 found = self._predicted_state_bytes(plan)
             except SpecError:  # pipeline stages of unequal size
                 found = None
-            self._state_bytes[plan.assignments] = found or self._counted_state_bytes(plan)
-        return self._state_bytes[plan.assignments]
+            self._state_bytes[key] = found or self._counted_state_bytes(plan)
+        return self._state_bytes[key]
 
     def _predicted_state_bytes(self, plan: GlobalPlan) -> float | None:
         if not self.units:
