@@ -56,6 +56,12 @@ def _report(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _decisions(arguments: Sequence[str]) -> int:
+    from nereus_plugins.controller.cli import main
+
+    return main(arguments)
+
+
 def _plan(arguments: Sequence[str]) -> int:
     from nereus_plugins.planner.cli import main
 
@@ -115,6 +121,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "sim": ("policies on a trace, on a simulated cluster", _sim),
     "ab": ("policies or jobs side by side: figures and differences with intervals", _ab),
     "report": ("a page, or a trace for Perfetto, from the records of runs", _report),
+    "decisions": ("why the controller of a run changed its plan, or did not", _decisions),
     "transition": ("submit a plan to a live job", _control("transition")),
     "status": (
         "a job's plan, last steps, memory and transitions; live or from its records",

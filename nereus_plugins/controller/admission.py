@@ -1,9 +1,10 @@
 """Whether a transition is worth it: numbers in, verdict with reason out.
 
-    P(saving * steps > transition) >= confidence,  saving ~ Normal(mean, spread^2)
+    P(saving * steps > transition * (1 + again)) >= confidence,  saving ~ Normal(mean, spread^2)
 
-and the mean saving is at least `least_gain` of a step. The budget bounds what all of this can cost
-when it is wrong: see `Books`.
+with `again` the probability that conditions change before the run ends, so that the plan has to be
+left again; and the mean saving is at least `least_gain` of a step. The budget bounds what all of
+this can cost when it is wrong: see `Books`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def admit(
     spread_s: float,
     steps: float,
     transition_s: float,
+    again: float,
     regret_s: float,
     budget_s: float,
 ) -> Verdict:
@@ -57,10 +59,11 @@ def admit(
         saving_s, spread_s: expected saving a step and its standard deviation.
         steps: how many steps it is expected to last.
         transition_s: what the job waits for it.
+        again: probability that another one will be needed.
         regret_s: what the run has cost so far beyond the best plan that could have been held.
         budget_s: what it may cost.
     """
-    sure = confidence_of(saving_s, spread_s, steps, transition_s)
+    sure = confidence_of(saving_s, spread_s, steps, transition_s * (1.0 + again))
     gain = saving_s / step_s if step_s > 0 else 0.0
     if math.isinf(transition_s):
         return Verdict(False, "no order of moves fits in memory", sure)
@@ -74,14 +77,14 @@ def admit(
             False,
             f"pays for itself with confidence {sure:.2f}, less than {config.confidence:g}: saves "
             f"{saving_s:.1f} s (+- {spread_s:.1f}) a step for some {steps:.0f} steps, costs "
-            f"{transition_s:.1f} s",
+            f"{transition_s:.1f} s, and {again:.0%} of that to leave it again",
             sure,
         )
     if regret_s + transition_s > budget_s:
         return Verdict(
             False,
-            f"the budget is spent: transitions have cost {regret_s:.0f} s beyond what they "
-            f"brought, this one {transition_s:.0f} s, of {budget_s:.0f} s",
+            f"the budget is spent: the run has cost {regret_s:.0f} s beyond its best plan held, "
+            f"this one would cost {transition_s:.0f} s, of {budget_s:.0f} s",
             sure,
         )
     return Verdict(

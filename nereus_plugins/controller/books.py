@@ -6,9 +6,11 @@ own seconds are measured; what they would have been elsewhere is that, times the
 seconds at the step's lengths, so that a slow rank or a stall counts for both. A plan that could not
 have been held (its GPUs were gone) leaves the books.
 
-An unforced transition is admitted only while the largest lead plus its cost stays within the
-budget. So the run never takes longer than its best fixed plan by more than the budget, one
-transition, and the error of the expected ratios.
+An unforced transition is admitted only while the largest lead, plus what it costs, stays within the
+budget; beyond it, only one to the plan with the largest lead, once that would have saved the
+transition, the next time twice its cost, and so on. So the run never takes longer than its best
+fixed plan by more than the budget, what conditions that flip cost a fixed plan in one turn, a few
+transitions, and the error of the expected ratios.
 """
 
 from __future__ import annotations
@@ -27,9 +29,14 @@ MOST_PLANS = 8
 
 @dataclasses.dataclass
 class Books:
-    """leads_s: (plan, lead in seconds) by the plan's assignments."""
+    """
+    Attributes:
+        leads_s: (plan, lead in seconds) by the plan's assignments.
+        granted: transitions beyond the budget.
+    """
 
     leads_s: dict[object, tuple[GlobalPlan, float]] = dataclasses.field(default_factory=dict)
+    granted: int = 0
 
     def plans(self) -> list[GlobalPlan]:
         return [plan for plan, _ in self.leads_s.values()]
@@ -66,16 +73,24 @@ class Books:
     def lead_s(self, plan: GlobalPlan) -> float:
         return self.leads_s[plan.assignments][1] if plan.assignments in self.leads_s else 0.0
 
-    def regret_s(self, current: GlobalPlan) -> float:
-        """The largest lead."""
+    def regret_s(self) -> float:
+        """The largest lead: what the run cost beyond the best plan that could have been held."""
         return max([0.0, *(lead for _, lead in self.leads_s.values())])
 
+    def leads(self, plan: GlobalPlan, current: GlobalPlan, transition_s: float) -> bool:
+        """Whether `plan` is that best one, and not having been in it instead of in `current` has
+        cost more than going there: twice as much for each time that this was granted before."""
+        lead = self.lead_s(plan)
+        missed = lead - self.lead_s(current)
+        return 0 < lead == self.regret_s() and missed >= transition_s * 2.0**self.granted
+
     def to_dict(self) -> dict[str, Any]:
-        return {"leads": [[plan.to_dict(), lead] for plan, lead in self.leads_s.values()]}
+        leads = [[plan.to_dict(), lead] for plan, lead in self.leads_s.values()]
+        return {"leads": leads, "granted": self.granted}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Books:
-        made = cls()
+        made = cls(granted=int(data["granted"]))
         for plan_, lead in data["leads"]:
             plan = GlobalPlan.from_dict(plan_)
             made.leads_s[plan.assignments] = (plan, float(lead))

@@ -25,10 +25,10 @@ class ControllerConfig(Record):
     """
 
     mode: str = "act"
-    confidence: float = 0.75
+    confidence: float = 0.65
     least_gain: float = 0.02
     look_ahead_steps: int = 10
-    budget: float = 0.05
+    budget: float = 0.04
     dwell_steps: int = 5
 
     def __post_init__(self) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nereus_plugins.cost.calibrate import measured_seconds
+from nereus_plugins.cost.estimate import Estimate
 from nereus_plugins.job import Gpus
-from nereus_plugins.spec import GlobalPlan, Layout, ModelStage, SpecError
+from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     Record,
     StepRecord,
@@ -32,8 +34,8 @@ from .decision import Alternative, Decision, Numbers
 from .forecast import LengthForecast, Lifetime
 from .journal import DecisionJournal
 from .learned import SETTLED, Learned
-from .plans import ANCHOR, Judged, Plans, fits
-from .proof import Proof
+from .plans import ANCHOR, GRID, Judged, Plans, fits
+from .proof import Proof, barred
 from .setting import JobSetting
 from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
 
@@ -43,10 +45,14 @@ FULL = 0.985
 # Standard deviations of forecast lengths that memory has to suffice for.
 _DEVIATIONS = 2.0
 # A search is made again when stages' factors have moved by this against each other.
-_RELEARNED = 0.04
+_RELEARNED = 0.08
 # The state is journaled at least so often; records since then are learned from again on resuming.
 _STATE_EVERY = 50
+# Plans are compared at least so often.
+_COMPARE_EVERY = 5
 _CONSIDERED = 4
+_MOST_DWELL = 40
+_GRANTED = "beyond the budget, to the plan that would have been best to hold"
 # Of the best plan's gain, what a change of knobs alone must bring to be preferred.
 _MOST = 0.7
 
@@ -104,7 +110,9 @@ class Controller:
         self._gpus = 0
         self._preferred: object = None
         self._version = 0
-        self._ratios: dict[tuple[ModelStage, Layout], float] = {}
+        self._weights: dict[ModelStage, float] = {}
+        self._known = 0
+        self._compared: tuple[object, int] = (None, 0)
         self._pending: Decision | None = None
         self._impossible: set[tuple[object, object]] = set()
         self._since_state = 0
@@ -203,18 +211,19 @@ class Controller:
         made = self.plans.estimate(self.plan, mean)
         if made is None:
             return
-        for proof in self.proofs:
-            if proof.open:
-                proof.observe(self.plans, mean, record.step_s)
-                if not proof.open:
-                    self._write("proof", {"proof": proof.to_dict()})
         measured = {s: v for s, v in measured_seconds(metrics).items() if s in made.stages}
         allocated = record.memory_bytes.get("allocated")
         self.learned.observe(
             self.plan.assignments, made, measured, float(allocated) if allocated else None
         )
         self.books.step(self.plans, self.plan, mean, record.step_s, self._gpus)
-        self._check_version()
+        for proof in self.proofs:
+            if proof.open and proof.plan.assignments == self.plan.assignments:
+                proof.observe(self.plans, mean, record.step_s, self.config.confidence)
+                if not proof.open:
+                    self._write("proof", {"proof": proof.to_dict()})
+        if self._in_force >= SETTLED:
+            self._check_version(made)
 
     def _learn_transition(self, record: TransitionRecord) -> None:
         pending, self._pending = self._pending, None
@@ -224,6 +233,9 @@ class Controller:
             self.learned.calibration.after_transition()
             self.epoch = record.epoch
             if pending is not None and pending.plan is not None:
+                self._close_proofs()
+                if pending.reason.startswith(_GRANTED):
+                    self.books.granted += 1
                 if pending.numbers is not None:
                     parts = pending.numbers.transition_parts_s
                     self.corrected.observe(sum(parts.values()) / self.corrected.factor, stall_s)
@@ -234,23 +246,41 @@ class Controller:
             self.books.stall(stall_s)
             self._impossible.add((self.plan.assignments, pending.plan.assignments))
 
+    def _close_proofs(self) -> None:
+        """The plan in force is left: what was measured of it must do."""
+        for proof in self.proofs:
+            if proof.open:
+                proof.close(self.plans, self._mean(), self.config.confidence)
+                self._write("proof", {"proof": proof.to_dict()})
+
+    def _dwell_steps(self) -> int:
+        """Steps in a plan before another may be preferred: as many as it takes to know its seconds
+        to the least gain."""
+        least = max(0.01, self.config.least_gain)
+        needed = math.ceil(0.5 * self.learned.noise() ** 2 / least**2)
+        return max(1, self.config.dwell_steps, min(needed, _MOST_DWELL))
+
     def _entered(self, plan: GlobalPlan) -> None:
         self.plan = plan
         self._in_force = 0
         self._pending = None
 
-    def _check_version(self) -> None:
-        """Searches are made again when what was learned would change what they find."""
-        now = {
-            key: one.ratio
-            for key, one in self.learned.calibration.seconds_filters.items()
-            if one.seen >= SETTLED
+    def _check_version(self, made: Estimate) -> None:
+        """Searches are made again when what was learned could change what they find: a layout has
+        become known, or stages have moved against each other. made: of the last step."""
+        known = {key for key, one in self.learned.calibration.seconds_filters.items() if one.seen}
+        factors = {
+            stage: self.learned.expected(stage, one.assignment, one.seconds).seconds / one.seconds
+            for stage, one in made.stages.items()
         }
-        moved = [
-            abs(math.log(ratio / self._ratios[k])) for k, ratio in now.items() if k in self._ratios
-        ]
-        if len(now) != len(self._ratios) or any(one > _RELEARNED for one in moved):
-            self._ratios = now
+        middle = statistics.median(factors.values())
+        weights = {stage: factor / middle for stage, factor in factors.items()}
+        moved = any(
+            abs(math.log(weight / self._weights.get(stage, weight))) > _RELEARNED
+            for stage, weight in weights.items()
+        )
+        if moved or len(known) != self._known or not self._weights:
+            self._weights, self._known = weights, len(known)
             self._version += 1
 
     def _note(self, decision: Decision) -> None:
@@ -267,7 +297,7 @@ class Controller:
             if numbers.saving_s > 0:
                 self.books.know(plan)
         fastest = compared[0][0] if compared[0][1].saving_s > 0 else self.plan
-        preferred = tuple((s, a.layout, a.devices) for s, a in fastest.assignments.items())
+        preferred = _layouts(fastest)
         if self._preferred is not None and preferred != self._preferred:
             self.lifetime.changes += 1
         self._preferred = preferred
@@ -284,8 +314,7 @@ class Controller:
         """Mean length that memory has to suffice for."""
         if not self.lengths.seen:
             return self._cut(1.1 * self.setting.response_tokens.mean_tokens())
-        ahead = self.config.look_ahead_steps
-        return self._cut(max(self.lengths.at(ahead, _DEVIATIONS), self.lengths.at(1, _DEVIATIONS)))
+        return self._cut(self.lengths.high(self.config.look_ahead_steps, _DEVIATIONS))
 
     def _cut(self, mean_tokens: float) -> float:
         return min(mean_tokens, float(self.setting.max_response_tokens))
@@ -318,10 +347,10 @@ class Controller:
         if not (gone or full):
             if not self.lengths.seen:
                 return decision("stay", "no step was observed yet")
-            if self._in_force < max(1, self.config.dwell_steps):
-                return decision(
-                    "stay", f"in this plan for {self._in_force} steps, of {self.config.dwell_steps}"
-                )
+            if self._in_force < (dwell := self._dwell_steps()):
+                return decision("stay", f"in this plan for {self._in_force} steps, of {dwell}")
+        if not (gone or full) and not self._due(lasting, mean, steps_done):
+            return decision("stay", "nothing has changed since plans were last compared")
         options = self._options(lasting, mean, high, now)
         steps = min(float(left), self.lifetime.expected_steps())
         if gone or full:
@@ -333,6 +362,16 @@ class Controller:
             )
             return self._forced(decision, why, options, now, steps)
         return self._unforced(decision, options, now, steps)
+
+    def _due(self, gpus: int, mean: float, steps_done: int) -> bool:
+        """Whether plans are to be compared again: conditions or what is known of them are others,
+        or it is some steps ago."""
+        about = (gpus, round(math.log(mean) / GRID), self._version, self.plan.assignments)
+        about_before, at = self._compared
+        if about == about_before and at <= steps_done < at + _COMPARE_EVERY:
+            return False
+        self._compared = (about, steps_done)
+        return True
 
     def _candidates(
         self, gpus: int, mean: float, high: float, current: GlobalPlan
@@ -357,6 +396,8 @@ class Controller:
                 continue
             if (self.plan.assignments, one.assignments) in self._impossible:
                 continue
+            if barred(self.proofs, one, self._steps, gpus, mean):
+                continue
             memory = self.plans.memory(one, high)
             if not fits(memory):
                 continue
@@ -364,6 +405,11 @@ class Controller:
             saving, spread = self.plans.saving(self.plan, now, one, judged)
             out.append(_Option(one, judged, memory, saving, spread))
         out.sort(key=lambda option: option.judged.step_s)
+        # Of plans that differ in knobs alone, the fastest.
+        best: dict[object, _Option] = {}
+        for option in out:
+            best.setdefault(_layouts(option.plan), option)
+        out = list(best.values())
         return out
 
     def _transition(self, plan: GlobalPlan) -> tuple[TransitionEstimate | None, dict[str, float]]:
@@ -374,18 +420,19 @@ class Controller:
         """(numbers, digest); a transition that is not possible takes for ever."""
         found, parts = self._transition(option.plan)
         cost = sum(parts.values()) if found is not None else math.inf
-        sure = confidence_of(option.saving_s, option.spread_s, steps, cost)
+        sure = confidence_of(option.saving_s, option.spread_s, steps, cost * (1.0 + self._again()))
         numbers = Numbers(
             now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, sure,
             option.memory, cost if found is not None else None, parts,
         )  # fmt: skip
         return numbers, found.digest if found is not None else ""
 
+    def _again(self) -> float:
+        left = self.setting.steps - self._steps
+        return self.lifetime.change_within(left)
+
     def _same_layouts(self, plan: GlobalPlan) -> bool:
-        return all(
-            (a.layout, a.devices) == (plan.assignments[s].layout, plan.assignments[s].devices)
-            for s, a in self.plan.assignments.items()
-        )
+        return _layouts(plan) == _layouts(self.plan)
 
     def _forced(
         self,
@@ -431,23 +478,34 @@ class Controller:
                 alternatives=tuple(_slower(o, now, steps) for o in options[:1]),
             )
         knobs = [o for o in worth if self._same_layouts(o.plan)]
-        ranked = [*worth[:_CONSIDERED], *[o for o in knobs[:1] if o not in worth[:_CONSIDERED]]]
+        ranked = worth[:_CONSIDERED]
+        former = [o for o in worth if self._disproved(o.plan)]
+        ranked += [o for o in (*knobs[:1], *former) if o not in ranked]
         done = decision("stay", "").step
         ahead = min(100, max(0, self.setting.steps - done))
         budget_s = self.config.budget * (done + ahead) * (self._step_s or now.step_s)
         verdicts = []
         for option in ranked:
             numbers, digest = self._numbers(option, now, steps)
+            transition_s = _or_ever(numbers.transition_s)
+            back = self._disproved(option.plan)
+            granted = self.books.leads(option.plan, self.plan, transition_s)
             verdict = admit(
-                self.config,
+                dataclasses.replace(self.config, least_gain=0.0) if back else self.config,
                 step_s=now.step_s,
                 saving_s=option.saving_s,
                 spread_s=option.spread_s,
                 steps=steps,
-                transition_s=_or_ever(numbers.transition_s),
-                regret_s=self.books.regret_s(self.plan),
-                budget_s=budget_s,
+                transition_s=transition_s,
+                again=self._again(),
+                regret_s=self.books.regret_s(),
+                budget_s=math.inf if back or granted else budget_s,
             )
+            if verdict.admitted and granted and self.books.regret_s() + transition_s > budget_s:
+                verdict = verdict._replace(reason=f"{_GRANTED}: {verdict.reason}")
+            elif back and verdict.admitted:
+                found = "the plan in force was found slower than this one, which was left for it"
+                verdict = verdict._replace(reason=f"{found}: {verdict.reason}")
             net = option.saving_s * steps - _or_ever(numbers.transition_s)
             verdicts.append((verdict, net, option, numbers, digest))
         admitted = [v for v in verdicts if v[0].admitted]
@@ -473,6 +531,18 @@ class Controller:
                 if o is not option
             ),
         )  # fmt: skip
+
+    def _disproved(self, plan: GlobalPlan) -> bool:
+        """Whether the plan in force was found slower than this one, which it was entered from."""
+        if not self.proofs:
+            return False
+        last = self.proofs[-1]
+        return (
+            last.slower
+            and last.alike(self._mean())
+            and last.plan.assignments == self.plan.assignments
+            and last.former.assignments == plan.assignments
+        )
 
     # The journal.
 
@@ -588,6 +658,11 @@ def starting_plan(setting: JobSetting, gpus: int) -> GlobalPlan:
     if not found:
         raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
     return min(found, key=lambda one: plans.judge(one, mean).step_s)
+
+
+def _layouts(plan: GlobalPlan) -> object:
+    """All of a plan but its knobs."""
+    return frozenset((stage, a.layout, a.devices) for stage, a in plan.assignments.items())
 
 
 def _slower(option: _Option, now: Judged, steps: float) -> Alternative:

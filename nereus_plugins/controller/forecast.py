@@ -20,6 +20,8 @@ ALPHA, BETA, PHI = 0.4, 0.04, 0.98
 # To begin with: the error of one step, and how much a new one counts.
 SIGMA, SIGMA_RATE = 0.05, 0.05
 _OUTLIER = 3.0
+# Lengths that were seen are expected to come back, less so with every step.
+_FORGET = 1.0 / 200
 
 
 @dataclasses.dataclass
@@ -28,6 +30,7 @@ class LengthForecast:
     Attributes:
         level, trend: of log tokens; trend a step. seen: steps observed.
         variance: of one step's error. streak: consecutive large errors on one side, signed.
+        highest: log of the longest mean of late, which sinks to the level in some 200 steps.
     """
 
     level: float = 0.0
@@ -35,6 +38,7 @@ class LengthForecast:
     variance: float = SIGMA**2
     seen: int = 0
     streak: int = 0
+    highest: float = 0.0
 
     def observe(self, mean_tokens: float) -> None:
         """Raises ValueError: a mean that is not positive and finite."""
@@ -42,8 +46,9 @@ class LengthForecast:
             raise ValueError(f"mean_tokens must be positive and finite, got {mean_tokens!r}")
         value = math.log(mean_tokens)
         if not self.seen:
-            self.level, self.seen = value, 1
+            self.level, self.highest, self.seen = value, value, 1
             return
+        self.highest = max(value, self.highest - _FORGET * max(0.0, self.highest - self.level))
         expected = self.level + PHI * self.trend
         error = value - expected
         bound = _OUTLIER * math.sqrt(self.variance)
@@ -78,6 +83,12 @@ class LengthForecast:
         spread = math.sqrt(self.variance * variance)
         return math.exp(self.level + self.trend * damped + deviations * spread)
 
+    def high(self, steps: int, deviations: float) -> float:
+        """Mean tokens that memory should suffice for: the highest of the forecast, so many standard
+        deviations up, within so many steps, and of what was seen of late."""
+        ahead = max(self.at(1, deviations), self.at(steps, deviations))
+        return max(ahead, math.exp(self.highest))
+
 
 @dataclasses.dataclass
 class Lifetime:
@@ -95,3 +106,7 @@ class Lifetime:
 
     def expected_steps(self) -> float:
         return (self.PRIOR_STEPS + self.steps) / (1.0 + self.changes)
+
+    def change_within(self, steps: float) -> float:
+        """Probability that conditions change within so many steps."""
+        return 1.0 - math.exp(-steps / self.expected_steps())

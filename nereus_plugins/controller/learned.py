@@ -3,9 +3,11 @@
 The calibration of `cost.calibration`, fed so that it can compare plans which did not run at the
 same time:
 
-- What slows all stages alike (a slow rank, a throttled node) is the cluster's and not the layout's.
-  The median over stages of measured / expected is taken out of a step before the calibration
-  learns from it. A layout's first steps cannot tell the two apart: they take the last value.
+- What slows all stages alike (a slow rank, a throttled node) is the cluster's and not the layout's:
+  the median over stages of measured / expected, smoothed, is taken out of a step before the
+  calibration learns from it. A layout's first steps cannot tell the two apart: they take the last
+  value.
+- Its filters average over more steps than a forecast of the next one would: no drift gain.
 - What was learned of a layout ages while another is in force: its uncertainty grows as the
   calibration's own random walk, up to that of a layout never tried.
 - How far layouts differ beyond what the cost model says is learned from those that were tried.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nereus_plugins.cost.calibration import LEVEL_WALK, Calibration
@@ -25,7 +27,9 @@ from nereus_plugins.spec import Assignment, Layout, ModelStage
 
 # Steps until a layout's own filters are trusted to tell what all stages have in common.
 SETTLED = 4
-_COMMON_RATE = 0.25
+_COMMON_RATE = 0.1
+# Noise of a step before any was seen; and an error beyond which it is something else.
+NOISE, _MOST_NOISE = 0.03, 0.3
 # Before any was tried: by how much layouts differ from what the model says (standard deviation),
 # and how many observed differences that is worth.
 LAYOUT_SPREAD, LAYOUT_SPREAD_WORTH = 0.06, 4.0
@@ -65,14 +69,48 @@ class Memory:
 
 
 @dataclasses.dataclass
+class Common:
+    """What all stages have in common: a factor on their seconds. It follows slowly, but at once
+    where two steps in a row are off by three standard deviations on one side."""
+
+    log_factor: float = 0.0
+    streak: int = 0
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self.log_factor)
+
+    def observe(self, ratios: Sequence[float], noise: float) -> None:
+        """Measured over expected, this factor left out of both, by stage."""
+        error = math.log(statistics.median(ratios)) - self.log_factor
+        bound = 3.0 * 1.25 * noise / math.sqrt(len(ratios))
+        if abs(error) > bound:
+            side = 1 if error > 0 else -1
+            self.streak = self.streak + side if self.streak * side > 0 else side
+            if abs(self.streak) >= 2:
+                self.log_factor, self.streak = self.log_factor + error, 0
+            return
+        self.streak = 0
+        self.log_factor += _COMMON_RATE * error
+
+
+@dataclasses.dataclass
 class Learned:
     """Implements what `cost.estimate` and the planner take as a calibration."""
 
-    calibration: Calibration = dataclasses.field(default_factory=Calibration)
+    calibration: Calibration = dataclasses.field(
+        default_factory=lambda: Calibration(drift_gain=0.0)
+    )
     memory: Memory = dataclasses.field(default_factory=Memory)
-    common: float = 1.0
+    common: Common = dataclasses.field(default_factory=Common)
     steps: int = 0
     last_seen: dict[tuple[ModelStage, Layout], int] = dataclasses.field(default_factory=dict)
+    # Variance of a stage's seconds in one step (of their log).
+    variance: float = NOISE**2
+    # Of layouts tried since the first: what was expected of them, as a factor on the model's.
+    before: dict[tuple[ModelStage, Layout], float] = dataclasses.field(default_factory=dict)
+    # Squares of the log errors of these, and how many.
+    surprise: tuple[float, float] = (LAYOUT_SPREAD_WORTH * LAYOUT_SPREAD**2, LAYOUT_SPREAD_WORTH)
 
     def observe(
         self,
@@ -87,24 +125,44 @@ class Learned:
         ratios = []
         for stage, model_s in predicted_s.items():
             known = self.calibration.seconds_filters.get((stage, assignments[stage].layout))
-            if known is not None and known.seen >= SETTLED:
-                ratios.append(measured_s[stage] / known.predict(model_s)[0])
-        common = self.common
+            if known is not None and known.seen:
+                ratio = measured_s[stage] / known.predict(model_s)[0]
+                self._learn_noise(ratio / self.common.factor)
+                if known.seen >= SETTLED:
+                    ratios.append(ratio)
         if ratios:
-            common = statistics.median(ratios)
-            self.common = math.exp(
-                math.log(self.common) + _COMMON_RATE * math.log(common / self.common)
-            )
+            self.common.observe(ratios, self.noise())
+        common = self.common.factor
+        tried = {stage for stage, _ in self.calibration.seconds_filters}
+        for stage, model_s in predicted_s.items():
+            key = (stage, assignments[stage].layout)
+            if stage in tried and key not in self.calibration.seconds_filters:
+                expected_s = self.calibration.seconds(stage, assignments[stage], model_s)
+                self.before[key] = expected_s / model_s
         self.calibration.observe(
             assignments, predicted_s, {s: measured_s[s] / common for s in predicted_s}
         )
-        for stage in predicted_s:
-            self.last_seen[stage, assignments[stage].layout] = self.steps
+        for stage, model_s in predicted_s.items():
+            key = (stage, assignments[stage].layout)
+            self.last_seen[key] = self.steps
+            known = self.calibration.seconds_filters[key]
+            if key in self.before and known.seen == SETTLED:
+                error = math.log(known.predict(model_s)[0] / (self.before.pop(key) * model_s))
+                self.surprise = (self.surprise[0] + error**2, self.surprise[1] + 1.0)
         if allocated_bytes:
             top = max(predicted.stages.values(), key=lambda s: s.allocated_bytes)
             beside = sum(top.resting.values())
             if top.stage is not ModelStage.ACTOR_GENERATE and allocated_bytes > beside:
                 self.memory.observe(top.allocated_bytes - beside, allocated_bytes - beside)
+
+    def _learn_noise(self, ratio: float) -> None:
+        error = min(abs(math.log(ratio)), _MOST_NOISE)
+        rate = max(0.02, 1.0 / (self.steps + 4.0))
+        self.variance += rate * (error**2 - self.variance)
+
+    def noise(self) -> float:
+        """Standard deviation, relative, of a stage's seconds in one step."""
+        return math.sqrt(self.variance)
 
     def expected(
         self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
@@ -118,25 +176,16 @@ class Learned:
             return Expected(mean, self.layout_spread() * mean)
         mean = known.predict(predicted_s)[0]
         age = self.steps - self.last_seen.get(key, self.steps)
-        variance = known.mean_spread(predicted_s) ** 2
+        # A young filter does not know yet how noisy its steps are.
+        memory = max(1.0, min(known.seen, self.noise() / LEVEL_WALK))
+        variance = max(known.mean_spread(predicted_s) ** 2, (self.noise() * mean) ** 2 / memory)
         aged = variance + (LEVEL_WALK * mean) ** 2 * age
         untried = max(variance, (self.layout_spread() * mean) ** 2)
         return Expected(mean, math.sqrt(min(aged, untried)))
 
     def layout_spread(self) -> float:
-        """Standard deviation of a layout's factor on a stage, relative to its neighbours'."""
-        total, worth = LAYOUT_SPREAD_WORTH * LAYOUT_SPREAD**2, LAYOUT_SPREAD_WORTH
-        for stage in {stage for stage, _ in self.calibration.seconds_filters}:
-            logs = [
-                math.log(known.ratio)
-                for (of, _), known in self.calibration.seconds_filters.items()
-                if of is stage and known.seen >= SETTLED and known.ratio > 0
-            ]
-            if len(logs) > 1:
-                # What separates two layouts is twice the variance of one.
-                total += 2.0 * sum((one - statistics.fmean(logs)) ** 2 for one in logs)
-                worth += len(logs) - 1
-        return math.sqrt(total / worth)
+        """Standard deviation, relative, of what an untried layout takes of what is expected."""
+        return math.sqrt(self.surprise[0] / self.surprise[1])
 
     # What `estimate` and `plan` ask of a calibration.
 
@@ -155,11 +204,16 @@ class Learned:
         return {
             "calibration": self.calibration.to_dict(),
             "memory": dataclasses.asdict(self.memory),
-            "common": self.common,
+            "common": dataclasses.asdict(self.common),
             "steps": self.steps,
             "last_seen": [
                 [str(stage), layout.to_dict(), at] for (stage, layout), at in self.last_seen.items()
             ],
+            "before": [
+                [str(stage), layout.to_dict(), of] for (stage, layout), of in self.before.items()
+            ],
+            "variance": self.variance,
+            "surprise": list(self.surprise),
         }
 
     @classmethod
@@ -168,10 +222,16 @@ class Learned:
         return cls(
             Calibration.from_dict(data["calibration"]),
             Memory(**data["memory"]),
-            float(data["common"]),
+            Common(**data["common"]),
             int(data["steps"]),
             {
                 (ModelStage(stage), Layout.from_dict(layout)): int(at)
                 for stage, layout, at in data["last_seen"]
             },
+            float(data["variance"]),
+            {
+                (ModelStage(stage), Layout.from_dict(layout)): float(of)
+                for stage, layout, of in data["before"]
+            },
+            (float(data["surprise"][0]), float(data["surprise"][1])),
         )

@@ -96,7 +96,7 @@ class Plans:
         predicted = {stage: one.seconds for stage, one in made.stages.items()}
         alone, together = sum(predicted.values()), sum(e.seconds for e in stages.values())
         # Exact where stages take turns; elsewhere stages are taken to stretch alike.
-        step_s = made.iteration_s * together / alone * self.learned.common
+        step_s = made.iteration_s * together / alone * self.learned.common.factor
         return Judged(step_s, stages, predicted, self._memory(made))
 
     def saving(
@@ -114,7 +114,7 @@ class Plans:
                 variance += (KNOB_SPREAD * (one.seconds - new.seconds)) ** 2
             else:
                 variance += one.spread_s**2 + new.spread_s**2
-        return now.step_s - then.step_s, math.sqrt(variance) * self.learned.common
+        return now.step_s - then.step_s, math.sqrt(variance) * self.learned.common.factor
 
     def memory(self, chosen: GlobalPlan, mean_tokens: float) -> float:
         """Part of its GPU that the fullest stage takes at these lengths."""

@@ -71,6 +71,8 @@ class Filter:
         seen: observations that counted.
         streak: signed count of consecutive outliers on one side.
         outliers: observations that hardly counted.
+        drift_gain: how much a drift opens the level. 0 follows slower and averages over more
+            steps: for comparing layouts rather than for forecasting the next step.
     """
 
     slope: float = SLOPE
@@ -90,6 +92,7 @@ class Filter:
     seen: int = 0
     streak: int = 0
     outliers: int = 0
+    drift_gain: float = _DRIFT_GAIN
 
     def predict(self, predicted: float) -> tuple[float, float]:
         """(expected value, standard deviation) for a step whose model prediction is this."""
@@ -132,7 +135,7 @@ class Filter:
             return False
         x, y = predicted / self.predicted, measured / self.measured
         a, b, c = self.cov
-        a, c = a + SLOPE_WALK**2, c + LEVEL_WALK**2 + _DRIFT_GAIN * max(0.0, self.drift)
+        a, c = a + SLOPE_WALK**2, c + LEVEL_WALK**2 + self.drift_gain * max(0.0, self.drift)
         self.cov = (a, b, c)
         innovation = y - (self.slope * x + self.level)
         spread = self._variance(x) + self.noise**2
@@ -256,7 +259,10 @@ def layout_distance(a: Layout, b: Layout) -> float:
 
 @dataclasses.dataclass
 class Calibration:
-    """Filters by stage and layout. `estimate` takes it; the job's controller feeds it."""
+    """Filters by stage and layout. `estimate` takes it; the job's controller feeds it.
+
+    drift_gain: of filters that are begun.
+    """
 
     seconds_filters: dict[tuple[ModelStage, Layout], Filter] = dataclasses.field(
         default_factory=dict
@@ -265,6 +271,7 @@ class Calibration:
         default_factory=dict
     )
     settling: int = 0
+    drift_gain: float = _DRIFT_GAIN
 
     def after_transition(self) -> None:
         """The next steps warm caches and allocators up: they count for little."""
@@ -318,8 +325,8 @@ class Calibration:
         mean, spread = known.predict(predicted_bytes)
         return mean + 2.0 * spread
 
-    @staticmethod
     def _filter(
+        self,
         filters: dict[tuple[ModelStage, Layout], Filter],
         stage: ModelStage,
         layout: Layout,
@@ -333,7 +340,7 @@ class Calibration:
         """
         if (stage, layout) in filters:
             return filters[stage, layout]
-        made = Filter()
+        made = Filter(drift_gain=self.drift_gain)
         near = [(layout_distance(layout, k[1]), f) for k, f in filters.items() if k[0] is stage]
         near = [(d, f) for d, f in near if f.seen]
         if near:
@@ -343,6 +350,7 @@ class Calibration:
                 factor=sum(w * r for w, r in zip(weights, ratios, strict=True)) / sum(weights),
                 spread=min(UNSEEN, 0.03 + 0.04 * min(d for d, _ in near)),
                 noise=max(f.noise for _, f in near),
+                drift_gain=self.drift_gain,
             )
         if keep:
             filters[stage, layout] = made
@@ -358,6 +366,7 @@ class Calibration:
         return {
             "schema": SCHEMA,
             "settling": self.settling,
+            "drift_gain": self.drift_gain,
             "seconds": rows(self.seconds_filters),
             "memory": rows(self.memory_filters),
         }
@@ -385,6 +394,7 @@ class Calibration:
             filters(data.get("seconds", ())),
             filters(data.get("memory", ())),
             int(data.get("settling", 0)),
+            float(data.get("drift_gain", _DRIFT_GAIN)),
         )
 
     def save(self, path: str | Path) -> None:
