@@ -102,7 +102,7 @@ class Lifetime:
     steps: int = 0
     changes: int = 0
 
-    PRIOR_STEPS = 20.0
+    PRIOR_STEPS = 30.0
 
     def expected_steps(self) -> float:
         return (self.PRIOR_STEPS + self.steps) / (1.0 + self.changes)

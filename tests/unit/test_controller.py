@@ -145,7 +145,7 @@ def test_one_odd_batch_moves_little_and_a_jump_is_followed() -> None:
 def test_conditions_that_changed_often_are_expected_to_change_again() -> None:
     assert Lifetime(0, 0).expected_steps() == Lifetime.PRIOR_STEPS
     assert Lifetime(1000, 0).expected_steps() > 1000
-    assert Lifetime(1000, 99).expected_steps() == pytest.approx(10.2)
+    assert Lifetime(1000, 99).expected_steps() == pytest.approx(10.3)
 
 
 # The journal.
