@@ -49,12 +49,14 @@ def comparison(runs: Runs, baseline: str) -> dict[str, Any]:
 
 
 def mean_figures(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each figure's mean over the runs that have it; texts that differ are joined.
+    """Each figure's mean over the runs that have it; texts that differ are joined; lists stay with
+    their runs.
 
     `stopped` is empty where every run reached its end. Every name has the figures' usual keys,
     None where no run has them.
     """
-    keys = dict.fromkeys((*(key for one in each for key in one), *ALWAYS, "stopped"))
+    named = (key for one in each for key, value in one.items() if not isinstance(value, list))
+    keys = dict.fromkeys((*named, *ALWAYS, "stopped"))
     found = {key: _mean([one[key] for one in each if one.get(key) is not None]) for key in keys}
     return found | {"stopped": found["stopped"] or ""}
 
@@ -67,8 +69,6 @@ def _mean(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Mapping):
         names = dict.fromkeys(name for one in values for name in one)
         return {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in names}
-    if isinstance(values[0], (list, tuple)):
-        return None  # a series has no mean that means anything
     mean = float(np.mean(values))
     whole = all(isinstance(value, int) for value in values) and mean.is_integer()
     return int(mean) if whole else mean

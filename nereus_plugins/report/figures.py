@@ -78,6 +78,8 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         gpu_hours: of those ranks.
         transitions, restarts: committed ones. aborted: old layout trained on.
         transition_share: stall of both kinds, of run_s. stall_s, stall_parts_s: by phase, by part.
+        each_transition: of the committed ones, step, stall_s, and limit_s (None where not known).
+        stall_over_limit_mean, stall_over_limit_max: of those whose limit is known; None without.
         oom, failures: steps that ran out of memory, and that failed for any reason.
         failure_s: seconds lost by them until the job ran again, steps run again left out.
         controller_s_mean, controller_s_max: what a controller added to a step; None without one.
@@ -99,6 +101,7 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
     tokens = {r.step: r.tokens.get("total", 0) for r in steps}
     gpu_s = _gpu_seconds(kept, begin_s, steps[-1].time_unix_s)
     total_s = stalled_s(stall)
+    over_limit = [stalled_s(r.seconds) / r.limit_s for r in committed if r.limit_s]
     controller_s = [r.metrics[CONTROLLER_MS] / 1e3 for r in steps if CONTROLLER_MS in r.metrics]
     begun = [r for r in kept if isinstance(r, RunRecord)]
     # A simulated job writes its restarts as transitions, and a run record after each.
@@ -118,6 +121,12 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         "transition_share": total_s / run_s if run_s else 0.0,
         "stall_s": stall,
         "stall_parts_s": by_part(stall),
+        "each_transition": [
+            {"step": r.step, "stall_s": stalled_s(r.seconds), "limit_s": r.limit_s}
+            for r in committed
+        ],
+        "stall_over_limit_mean": float(np.mean(over_limit)) if over_limit else None,
+        "stall_over_limit_max": max(over_limit, default=None),
         "oom": sum("out of memory" in r.reason.lower() for r in failed),
         "failures": len(failed),
         "failure_s": sum(stalled_s(r.seconds) for r in failed),

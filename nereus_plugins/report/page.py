@@ -667,6 +667,9 @@ def _gantt(target: str, record: TransitionRecord) -> str:
     text = f"{svg.number(moved / 1e9)} GB between ranks"
     if "relaunch" in record.seconds:
         text = "started again from a checkpoint"
+    if record.limit_s:
+        limit, over = svg.number(record.limit_s), svg.number(total / record.limit_s)
+        text += f"; the wait is {over} times its limit of {limit} s"
     if "hidden_s" in record.background:
         hidden = svg.number(float(record.background["hidden_s"]))
         text += f"; {hidden} s, before 0, in the background: nothing waited for it"

@@ -291,6 +291,7 @@ class SimulatedJob:
             digest=cost.digest if cost is not None else "",
             ranks=ranks,
             knobs=knobs,
+            limit_s=cost.limit_s if cost is not None else None,
         )
         self._write(record)
         return record

@@ -53,6 +53,12 @@ class TransitionCost:
     def stall_s(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def limit_s(self) -> float:
+        """`bound_s`, and groups, build and engines, which nothing hides."""
+        inevitable = (Step.FORM_GROUPS.value, Step.BUILD.value, "rollout")
+        return self.bound_s + sum(self.seconds.get(phase, 0.0) for phase in inevitable)
+
 
 class Transitions:
     """Costs of transitions of one job; `cost` is cached by pair of plans."""

@@ -155,6 +155,7 @@ class TransitionRecord(Record):
     knobs: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
     background: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -185,6 +185,10 @@ def test_figures_of_a_simulated_run_are_the_simulators(tmp_path: Path) -> None:
                 "restarts", "transition_share", "oom", "failures"):  # fmt: skip
         assert found[key] == pytest.approx(result[key]), key
     assert found["stall_s"] == pytest.approx(result["stall_s"])
+    (move,) = found["each_transition"]
+    assert move["stall_s"] == pytest.approx(sum(result["stall_s"].values()))
+    assert 0 < move["limit_s"] < move["stall_s"]
+    assert found["stall_over_limit_max"] == pytest.approx(move["stall_s"] / move["limit_s"])
     # The simulator counts a step together with the transition before it.
     assert found["gpu_hours"] == pytest.approx(result["gpu_hours"], rel=0.15)
 
@@ -235,7 +239,7 @@ def test_the_oracles_saving_is_shared_out() -> None:
 def test_means_over_seeds() -> None:
     found = mean_figures(
         [
-            {"run_s": 1.0, "oom": 1, "stall_s": {"move": 1.0}, "stopped": ""},
+            {"run_s": 1.0, "oom": 1, "stall_s": {"move": 1.0}, "stopped": "", "each": [1]},
             {"run_s": 3.0, "oom": 3, "stall_s": {"build": 1.0}, "stopped": "no plan"},
         ]
     )
@@ -243,6 +247,7 @@ def test_means_over_seeds() -> None:
     assert found["stall_s"] == {"move": 0.5, "build": 0.5}
     assert found["stopped"] == "no plan"
     assert found["step_s_mean"] is None
+    assert "each" not in found
 
 
 def test_a_comparison_has_what_is_promised(compared: tuple[Path, Any]) -> None:
