@@ -135,7 +135,7 @@ def _simulated(args: argparse.Namespace) -> tuple[dict[str, Any], Drawn]:
     if args.out is not None:
         for name in asked.policies:
             folder = simulated.folder_of(args.out, name, asked.seeds[0])
-            if "step_s_mean" in runs[name][0]:
+            if runs[name][0].get("steps"):  # else it stopped before a step was done
                 drawn[name] = (folder, read_run(folder))
     varied = []
     for other in others:

@@ -204,7 +204,7 @@ def _gpu_seconds(records: Iterable[Record], begin_s: float, end_s: float) -> flo
 
 
 def _reward_last(steps: Sequence[StepRecord]) -> float | None:
-    found = [r.metrics[REWARD] for r in steps if REWARD in r.metrics]
+    found = [r.metrics[REWARD] for r in steps if np.isfinite(r.metrics.get(REWARD, np.nan))]
     if not found:
         return None
     return float(np.mean(found[-max(1, len(found) // 10) :]))

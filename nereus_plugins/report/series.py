@@ -180,8 +180,8 @@ class Bins(NamedTuple):
 
 
 def binned(step: NDArray[np.int64], values: Column, most: int) -> Bins:
-    """Least, mean and greatest of neighbouring steps, steps without a value left out."""
-    there = ~np.isnan(values)
+    """Least, mean and greatest of neighbouring steps, steps without a finite value left out."""
+    there = np.isfinite(values)
     step, values = step[there], values[there]
     size = max(1, -(-len(step) // most))
     starts = np.arange(0, len(step), size)

@@ -367,6 +367,17 @@ def test_a_policy_that_cannot_begin_does_not_end_the_others(
     assert found["differences"] == {}
 
 
+def test_a_policy_that_gets_nowhere_is_told_of(trace_file: Path, tmp_path: Path) -> None:
+    truth = tmp_path / "truth.yaml"
+    truth.write_text("memory_stage_spread: 10\n")  # nothing fits
+    out = tmp_path / "out"
+    assert ab(trace_file, out, "--truth", str(truth)) == 1
+    found = json.loads((out / "ab.json").read_text())
+    assert [one["steps"] for one in found["runs"]["static"]] == [0, 0]
+    assert "out of memory" in found["policies"]["static"]["stopped"]
+    assert found["differences"] == {}
+
+
 @pytest.mark.full
 def test_seeds_in_several_processes_say_the_same(
     compared: tuple[Path, Any], trace_file: Path, capsys: Any

@@ -149,6 +149,7 @@ def test_bins_are_those_computed_by_hand() -> None:
     assert found.low.tolist() == [1.0, 5.0]
     assert found.high.tolist() == [3.0, 9.0]
     assert len(binned(step, np.full(5, np.nan), 2).step) == 0
+    assert binned(step, np.array([1.0, np.inf, 2.0, np.nan, 3.0]), 5).mean.tolist() == [1, 2, 3]
 
 
 def test_a_series_keeps_the_last_run_of_a_step_and_all_of_the_time() -> None:
