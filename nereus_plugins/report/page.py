@@ -283,7 +283,8 @@ class _Page:
             else ""
         )
         if "last_step" in self.found:
-            about += f"Up to step {self.found['last_step']}, the last that all have finished."
+            about += f"Up to step {self.found['last_step']}, the last that all have finished. "
+            about += f"Run time by {self.found['time_by']}."
         return _section(
             "Figures",
             about,
@@ -428,7 +429,8 @@ class _Page:
                         ],
                     )
                 )
-            groups.append((run.name, self.group[run.name], strips))
+            if strips:  # an imported log says nothing of plans
+                groups.append((run.name, self.group[run.name], strips))
         drawn = svg.strips(groups, self.x, "layout of each model-stage over steps")
         return _section(
             "Plans",
