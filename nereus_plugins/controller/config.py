@@ -27,7 +27,7 @@ class ControllerConfig(Record):
     mode: str = "act"
     confidence: float = 0.65
     least_gain: float = 0.02
-    look_ahead_steps: int = 10
+    look_ahead_steps: int = 3
     budget: float = 0.04
     dwell_steps: int = 5
 

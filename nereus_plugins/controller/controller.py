@@ -18,6 +18,7 @@ from typing import Any
 from nereus_plugins.cost.calibrate import measured_seconds
 from nereus_plugins.cost.estimate import Estimate
 from nereus_plugins.job import Gpus
+from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     Record,
@@ -42,8 +43,10 @@ from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
 # The plan in force is left when it is forecast to fill this part of a GPU; a new one has to fit
 # with the planner's margin.
 FULL = 0.985
+# Plans are compared at the lengths expected so many steps ahead.
+_AHEAD = 5
 # Standard deviations of forecast lengths that memory has to suffice for.
-_DEVIATIONS = 2.0
+_DEVIATIONS = 2.5
 # A search is made again when stages' factors have moved by this against each other.
 _RELEARNED = 0.08
 # The state is journaled at least so often; records since then are learned from again on resuming.
@@ -308,7 +311,7 @@ class Controller:
         """Mean length to plan for: some way into the next steps."""
         if not self.lengths.seen:
             return self.setting.response_tokens.mean_tokens()
-        return self._cut(self.lengths.at(min(5.0, self.config.look_ahead_steps)))
+        return self._cut(self.lengths.at(_AHEAD))
 
     def _high(self) -> float:
         """Mean length that memory has to suffice for."""
@@ -352,6 +355,9 @@ class Controller:
         if not (gone or full) and not self._due(lasting, mean, steps_done):
             return decision("stay", "nothing has changed since plans were last compared")
         options = self._options(lasting, mean, high, now)
+        if full and not options:
+            # None with the planner's margin: then one that is less full than this.
+            options = self._options(lasting, mean, high, now, most=min(FULL, memory - 0.01))
         steps = min(float(left), self.lifetime.expected_steps())
         if gone or full:
             why = (
@@ -387,9 +393,13 @@ class Controller:
         out += self.books.plans()
         return {one.assignments: one for one in out}.values()
 
-    def _options(self, gpus: int, mean: float, high: float, now: Judged) -> list[_Option]:
-        """Every candidate that fits on the GPUs, with margin, at the lengths to come; fastest
-        first."""
+    def _options(
+        self, gpus: int, mean: float, high: float, now: Judged, most: float = 1.0 - MARGIN
+    ) -> list[_Option]:
+        """Every candidate that fits on the GPUs at the lengths to come; fastest first.
+
+        most: the part of a GPU that it may take; default with the planner's margin.
+        """
         out = []
         for one in self._candidates(gpus, mean, high, self.plan):
             if one.assignments == self.plan.assignments or max(one.devices) >= gpus:
@@ -399,7 +409,7 @@ class Controller:
             if barred(self.proofs, one, self._steps, gpus, mean):
                 continue
             memory = self.plans.memory(one, high)
-            if not fits(memory):
+            if memory > most:
                 continue
             judged = self.plans.judge(one, mean)
             saving, spread = self.plans.saving(self.plan, now, one, judged)
@@ -409,8 +419,7 @@ class Controller:
         best: dict[object, _Option] = {}
         for option in out:
             best.setdefault(_layouts(option.plan), option)
-        out = list(best.values())
-        return out
+        return list(best.values())
 
     def _transition(self, plan: GlobalPlan) -> tuple[TransitionEstimate | None, dict[str, float]]:
         found = self._transitions(self.plan, plan)

@@ -20,7 +20,9 @@ ALPHA, BETA, PHI = 0.4, 0.04, 0.98
 # To begin with: the error of one step, and how much a new one counts.
 SIGMA, SIGMA_RATE = 0.05, 0.05
 _OUTLIER = 3.0
-# Lengths that were seen are expected to come back, less so with every step.
+# An error this large (of the log) is a jump. Where lengths have jumped they are expected to jump
+# back to where they were, less so with every step.
+_JUMP = 0.35
 _FORGET = 1.0 / 200
 
 
@@ -31,6 +33,7 @@ class LengthForecast:
         level, trend: of log tokens; trend a step. seen: steps observed.
         variance: of one step's error. streak: consecutive large errors on one side, signed.
         highest: log of the longest mean of late, which sinks to the level in some 200 steps.
+        jumps: how often lengths have jumped.
     """
 
     level: float = 0.0
@@ -39,6 +42,7 @@ class LengthForecast:
     seen: int = 0
     streak: int = 0
     highest: float = 0.0
+    jumps: int = 0
 
     def observe(self, mean_tokens: float) -> None:
         """Raises ValueError: a mean that is not positive and finite."""
@@ -57,6 +61,7 @@ class LengthForecast:
             side = 1 if error > 0 else -1
             self.streak = self.streak + side if self.streak * side > 0 else side
             if abs(self.streak) >= 2:  # a jump: go there; it says nothing of the trend
+                self.jumps += abs(error) > _JUMP
                 self.level, self.streak, self.seen = value, 0, self.seen + 1
                 return
         else:
@@ -85,9 +90,9 @@ class LengthForecast:
 
     def high(self, steps: int, deviations: float) -> float:
         """Mean tokens that memory should suffice for: the highest of the forecast, so many standard
-        deviations up, within so many steps, and of what was seen of late."""
+        deviations up, within so many steps, and of what was seen of late where lengths jump."""
         ahead = max(self.at(1, deviations), self.at(steps, deviations))
-        return max(ahead, math.exp(self.highest))
+        return max(ahead, math.exp(self.highest)) if self.jumps else ahead
 
 
 @dataclasses.dataclass

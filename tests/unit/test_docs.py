@@ -1,10 +1,12 @@
 """What the documents say is what the code does."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.sim.constants import BASIS, Constants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +31,8 @@ def test_every_refusal_is_on_the_support_page() -> None:
         "recipes/ab/README.md",
         "docs/architecture.md",
         "docs/control.md",
+        "docs/controller.md",
+        "docs/verl-controller.md",
         "docs/traces.md",
         "docs/simulator.md",
         "docs/vllm.md",
@@ -46,3 +50,9 @@ def test_the_simulators_constants_are_on_its_page() -> None:
     for name, basis in BASIS.items():
         value = getattr(Constants(), name)
         assert f"| `{name}` | {value:g} | {basis.kind} | {basis.source} |" in page
+
+
+def test_the_controllers_defaults_are_on_its_page() -> None:
+    page = (ROOT / "docs" / "controller.md").read_text()
+    for field in dataclasses.fields(ControllerConfig):
+        assert f"| `{field.name}` | {field.default} |" in page
