@@ -118,12 +118,15 @@ def layouts(
 def knob_choices(workload: WorkloadSpec, *, trains: bool, least_budget: int = 0) -> Iterator[Knobs]:
     """Token budgets from the longest sequence up, and recompute; offload comes with the costs.
 
-    least_budget: tokens that a budget has at least.
+    least_budget: tokens that a budget has at least, where the framework says so; then a budget of
+        no more is a choice too: where memory is tight, it may spare recompute.
     """
     _, _, longest = sequence_moments(workload)
-    base = max(4096, -(-max(round(longest), least_budget) // 1024) * 1024)
+    least = max(round(longest), least_budget)
+    base = max(4096, -(-least // 1024) * 1024)
+    tight = -(-least // 256) * 256
     recomputes = ("none", "full") if trains else ("none",)
-    for budget in (base, 3 * base):
+    for budget in (base, 3 * base, *((tight,) if least_budget and tight < base else ())):
         for recompute in recomputes:
             yield Knobs(token_budget_tokens=budget, recompute=recompute)
 

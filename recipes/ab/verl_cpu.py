@@ -6,7 +6,7 @@ memory budget, in fixed plans with Nereus off, and with the controller acting.
 Every arm starts from the same weights and sees the same prompts and seeds; `act` starts in the plan
 of `off`. Records of each run lie under DIR/<arm>-<seed>/records; those of arms without Nereus are
 imported from verl's console log. At the end stands the `nereus ab` command that compares them.
-See README.md here.
+See verl_cpu.md here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nereus_verl.demo.task import make_task
 
 from nereus_plugins import cli
 
-STEPS, RANKS, PROMPTS, SAMPLES = 24, 2, 8, 4
-SHORT_TOKENS, LONG_TOKENS = 32, 384
+STEPS, RANKS, PROMPTS, SAMPLES = 16, 2, 8, 4
+SHORT_TOKENS, LONG_TOKENS = 32, 256
 LAYERS, HIDDEN = 4, 128
-BUDGET_MIB = 160
+BUDGET_MIB = 120
 TIMEOUT_S = 600.0
 
 
@@ -50,10 +50,10 @@ class Arm:
 # budget, recompute, or both.
 ARMS: Mapping[str, Arm] = {
     "off": Arm(16384),
-    "fixed-4096": Arm(4096),
     "fixed-1024": Arm(1024),
+    "fixed-512": Arm(512),
     "fixed-recompute": Arm(16384, recompute=True),
-    "fixed-recompute-4096": Arm(4096, recompute=True),
+    "fixed-recompute-1024": Arm(1024, recompute=True),
     "act": Arm(16384, controller=True),
 }
 

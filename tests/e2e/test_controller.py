@@ -90,7 +90,9 @@ def test_a_job_leaves_a_gpu_that_is_taken_from_it(tmp_path: Path) -> None:
     (proposed,) = [one for one in _decisions(work) if one["kind"] == "propose"]
     assert proposed["forced"]
     assert "GPUs are leaving" in proposed["reason"]
-    spent = [one.metrics["nereus/controller_ms"] for one in _records(work, StepRecord)]
+    steps = _records(work, StepRecord)
+    spent = [one.metrics["nereus/controller_ms"] for one in steps if one.step != record.step]
+    assert len(spent) == 5
     assert max(spent) < 5.0
     assert not _controllers(work)
     assert "the controller ended" not in result.log.read_text()
@@ -139,8 +141,8 @@ STEPS, PROMPTS = 16, 8
 
 
 def _growing(directory: Path, name: str, nereus: dict[str, Any] | None, budget_mib: int) -> Any:
-    """A job whose responses grow from 32 to 384 tokens, and whose ranks have so much memory."""
-    limits = [32 + 352 * step // (STEPS - 1) for step in range(STEPS) for _ in range(PROMPTS)]
+    """A job whose responses grow from 32 to 256 tokens, and whose ranks have so much memory."""
+    limits = [32 + 224 * step // (STEPS - 1) for step in range(STEPS) for _ in range(PROMPTS)]
     task = make_task(directory / "task", layers=4, hidden=128, response_limits=limits)
     job = launch.Job(
         engine="fsdp2",
@@ -153,7 +155,7 @@ def _growing(directory: Path, name: str, nereus: dict[str, Any] | None, budget_m
         steps=STEPS,
         batch_prompts=PROMPTS,
         mini_batch_prompts=PROMPTS,
-        response_tokens=384,
+        response_tokens=256,
         nereus=nereus,
         extra=["data.shuffle=False", *_by_tokens(16384)],
     )
@@ -185,4 +187,4 @@ def test_a_job_leaves_a_plan_before_it_runs_out_of_memory(tmp_path: Path) -> Non
     assert "memory is forecast to fill" in " ".join(one["reason"] for one in proposed)
 
 
-BUDGET_MIB = 160
+BUDGET_MIB = 120

@@ -50,8 +50,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_state_and_activations_are_counted(device: Any) -> None:
     engine = device.engine(1024)  # weights 16 MiB
     engine.train_batch(1)
-    assert 32 * MIB <= device.max_memory_allocated() < 40 * MIB  # and as much in gradients
-    assert 32 * MIB <= device.memory_allocated() < 34 * MIB
+    assert 31.5 * MIB <= device.max_memory_allocated() < 40 * MIB  # and as much in gradients
+    assert 31.5 * MIB <= device.memory_allocated() < 34 * MIB
     device.reset_peak_memory_stats()
     engine.train_batch(1024)  # inputs of four layers, 4 MiB each, are saved for backward
     assert device.max_memory_allocated() > 32 * MIB + 4 * 4 * MIB

@@ -169,7 +169,8 @@ def test_the_setting_says_what_verl_does() -> None:
     assert can.dp_divides == 32
     assert can.least_budget_tokens == 80
     assert not can.devices_fixed
-    # On CPU there is nowhere to offload to.
+    # On CPU there is nowhere to offload to, and a server that ranks share is no faster.
+    assert can.stages[S.ACTOR_GENERATE].layout_fields == {"dp"}
     assert "offload_params" not in can.stages[S.ACTOR_TRAIN].knob_fields
     assert (
         "offload_params" in setting_of(found, H100).capabilities().stages[S.ACTOR_TRAIN].knob_fields

@@ -568,7 +568,9 @@ class VerlJob:
         """Tell those who command the job how it is now."""
         if self.checked.nereus.controller is not None:
             begin_s = time.perf_counter()
-            self._global_plan = self.describe().to_dict()
+            plan = self.describe()
+            if plan.name != self._global_plan.get("name"):  # of another epoch
+                self._global_plan = plan.to_dict()
             self._controller_s += time.perf_counter() - begin_s
         self._inbox.inform(
             epoch=self._epoch,

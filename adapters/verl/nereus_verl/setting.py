@@ -10,7 +10,13 @@ from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.cost.hardware import CPU, GPU, GPUS, find_gpu
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Capabilities, StageCapability
-from nereus_plugins.spec import ClusterSpec, GPUSpec, LengthDistribution, LinkSpec
+from nereus_plugins.spec import (
+    ClusterSpec,
+    GPUSpec,
+    LengthDistribution,
+    LinkSpec,
+    ModelStage,
+)
 from nereus_plugins.trace.conditions import Setting
 from nereus_verl import jobconfig
 from nereus_verl.jobconfig import select
@@ -54,7 +60,7 @@ def job_setting(
     )
     responses = LengthDistribution.lognormal(max(1.0, MEDIAN * longest), SIGMA, max_tokens=longest)
     if device["name"] == CPU:
-        capabilities = _without_offload(capabilities)
+        capabilities = _on_cpu(capabilities)
     return JobSetting.of(setting, capabilities, responses, longest, steps)
 
 
@@ -119,10 +125,16 @@ def _endings(compact: str) -> list[str]:
     return [compact[at:] for at in range(len(compact))]
 
 
-def _without_offload(capabilities: Capabilities) -> Capabilities:
-    """On CPU there is nothing to offload from: it would cost time and bring no memory."""
+def _on_cpu(capabilities: Capabilities) -> Capabilities:
+    """What is worth changing there: offload has nowhere to go, and ranks that share a server of the
+    CPU rollout divide nothing of its work."""
     stages = {
         stage: StageCapability(can.layout_fields, can.knob_fields - set(_OFFLOADS))
         for stage, can in capabilities.stages.items()
     }
+    rollout = stages.get(ModelStage.ACTOR_GENERATE)
+    if rollout is not None:
+        stages[ModelStage.ACTOR_GENERATE] = dataclasses.replace(
+            rollout, layout_fields=rollout.layout_fields - {"tp"}
+        )
     return dataclasses.replace(capabilities, stages=stages)
