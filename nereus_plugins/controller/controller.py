@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereus_plugins.cost.calibrate import measured_seconds
 from nereus_plugins.cost.estimate import Estimate
@@ -28,7 +28,7 @@ from nereus_plugins.trace.record import (
 )
 from nereus_plugins.trace.steps import observed_of
 
-from .admission import admit, confidence_of
+from .admission import Verdict, admit, confidence_of
 from .books import Books
 from .config import ControllerConfig
 from .decision import Alternative, Decision, Numbers
@@ -55,6 +55,7 @@ _STATE_EVERY = 50
 _COMPARE_EVERY = 5
 _CONSIDERED = 4
 _MOST_DWELL = 40
+_BUDGET_AHEAD = 100
 _GRANTED = "beyond the budget, to the plan that would have been best to hold"
 # Of the best plan's gain, what a change of knobs alone must bring to be preferred.
 _MOST = 0.7
@@ -69,6 +70,16 @@ class _Option:
     memory: float
     saving_s: float
     spread_s: float
+
+
+class _Weighed(NamedTuple):
+    """net_s: what it is expected to bring over the horizon, its transition paid."""
+
+    option: _Option
+    verdict: Verdict
+    numbers: Numbers
+    digest: str
+    net_s: float
 
 
 class Controller:
@@ -333,6 +344,7 @@ class Controller:
         return 60.0 if not self.proofs else max(p.stall_s for p in self.proofs[-5:])
 
     def _decided(self, gpus: Gpus, steps_done: int) -> Decision:
+        self._steps = steps_done
         usable = self._usable(gpus)
         lasting = gpus.available - gpus.leaving
         mean, high = self._mean(), self._high()
@@ -490,56 +502,72 @@ class Controller:
         ranked = worth[:_CONSIDERED]
         former = [o for o in worth if self._disproved(o.plan)]
         ranked += [o for o in (*knobs[:1], *former) if o not in ranked]
-        done = decision("stay", "").step
-        ahead = min(100, max(0, self.setting.steps - done))
-        budget_s = self.config.budget * (done + ahead) * (self._step_s or now.step_s)
-        verdicts = []
-        for option in ranked:
-            numbers, digest = self._numbers(option, now, steps)
-            transition_s = _or_ever(numbers.transition_s)
-            back = self._disproved(option.plan)
-            granted = self.books.leads(option.plan, self.plan, transition_s)
-            verdict = admit(
-                dataclasses.replace(self.config, least_gain=0.0) if back else self.config,
-                step_s=now.step_s,
-                saving_s=option.saving_s,
-                spread_s=option.spread_s,
-                steps=steps,
-                transition_s=transition_s,
-                again=self._again(),
-                regret_s=self.books.regret_s(),
-                budget_s=math.inf if back or granted else budget_s,
-            )
-            if verdict.admitted and granted and self.books.regret_s() + transition_s > budget_s:
-                verdict = verdict._replace(reason=f"{_GRANTED}: {verdict.reason}")
-            elif back and verdict.admitted:
-                found = "the plan in force was found slower than this one, which was left for it"
-                verdict = verdict._replace(reason=f"{found}: {verdict.reason}")
-            net = option.saving_s * steps - _or_ever(numbers.transition_s)
-            verdicts.append((verdict, net, option, numbers, digest))
-        admitted = [v for v in verdicts if v[0].admitted]
+        verdicts = [self._judged(option, now, steps) for option in ranked]
+        admitted = [one for one in verdicts if one.verdict.admitted]
         if not admitted:
             return decision(
                 "stay",
-                verdicts[0][0].reason,
-                alternatives=tuple(Alternative(o.plan, v.reason, n) for v, _, o, n, _ in verdicts),
+                verdicts[0].verdict.reason,
+                alternatives=tuple(
+                    Alternative(one.option.plan, one.verdict.reason, one.numbers)
+                    for one in verdicts
+                ),
             )
-        best = max(admitted, key=lambda v: v[1])
-        for one in admitted:
-            if self._same_layouts(one[2].plan) and one[1] >= _MOST * best[1]:
-                best = one
-                break
-        verdict, net, option, numbers, digest = best
+        best = max(admitted, key=lambda one: one.net_s)
+        cheap = (one for one in admitted if self._same_layouts(one.option.plan))
+        best = next((one for one in cheap if one.net_s >= _MOST * best.net_s), best)
         return decision(
-            "propose", verdict.reason, plan=option.plan, digest=digest, numbers=numbers,
+            "propose", best.verdict.reason, plan=best.option.plan, digest=best.digest,
+            numbers=best.numbers,
             alternatives=tuple(
                 Alternative(
-                    o.plan, v.reason if not v.admitted else f"brings {net - m:.0f} s less", n
+                    one.option.plan,
+                    f"brings {best.net_s - one.net_s:.0f} s less"
+                    if one.verdict.admitted
+                    else one.verdict.reason,
+                    one.numbers,
                 )
-                for v, m, o, n, _ in verdicts
-                if o is not option
+                for one in verdicts
+                if one is not best
             ),
         )  # fmt: skip
+
+    def _judged(self, option: _Option, now: Judged, steps: float) -> _Weighed:
+        """An option, weighed. The graph of its transition is compiled only if it would be admitted
+        were the transition free."""
+        back = self._disproved(option.plan)
+        config = dataclasses.replace(self.config, least_gain=0.0) if back else self.config
+        again, regret_s = self._again(), self.books.regret_s()
+
+        def verdict_for(transition_s: float, budget_s: float) -> Verdict:
+            return admit(
+                config, step_s=now.step_s, saving_s=option.saving_s, spread_s=option.spread_s,
+                steps=steps, transition_s=transition_s, again=again, regret_s=regret_s,
+                budget_s=budget_s,
+            )  # fmt: skip
+
+        free = verdict_for(0.0, math.inf)
+        if not free.admitted:
+            numbers = _numbers_without_transition(option, now, steps, free.confidence)
+            return _Weighed(option, free, numbers, "", -math.inf)
+        numbers, digest = self._numbers(option, now, steps)
+        transition_s = math.inf if numbers.transition_s is None else numbers.transition_s
+        budget_s = self._budget_s(now)
+        granted = self.books.leads(option.plan, self.plan, transition_s)
+        verdict = verdict_for(transition_s, math.inf if back or granted else budget_s)
+        if verdict.admitted and back:
+            found = "the plan in force was found slower than this one, which was left for it"
+            verdict = verdict._replace(reason=f"{found}: {verdict.reason}")
+        elif verdict.admitted and regret_s + transition_s > budget_s:
+            verdict = verdict._replace(reason=f"{_GRANTED}: {verdict.reason}")
+        net_s = option.saving_s * steps - transition_s
+        return _Weighed(option, verdict, numbers, digest, net_s)
+
+    def _budget_s(self, now: Judged) -> float:
+        """What unforced transitions may have cost by now, some steps ahead of the run's progress so
+        that a first one is possible."""
+        ahead = min(_BUDGET_AHEAD, max(0, self.setting.steps - self._steps))
+        return self.config.budget * (self._steps + ahead) * (self._step_s or now.step_s)
 
     def _disproved(self, plan: GlobalPlan) -> bool:
         """Whether the plan in force was found slower than this one, which it was entered from."""
@@ -674,15 +702,17 @@ def _layouts(plan: GlobalPlan) -> object:
     return frozenset((stage, a.layout, a.devices) for stage, a in plan.assignments.items())
 
 
-def _slower(option: _Option, now: Judged, steps: float) -> Alternative:
-    """The next best, whose transition is not worth estimating."""
-    numbers = Numbers(
-        now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, 0.0,
+def _numbers_without_transition(
+    option: _Option, now: Judged, steps: float, confidence: float
+) -> Numbers:
+    return Numbers(
+        now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, confidence,
         option.memory,
     )  # fmt: skip
+
+
+def _slower(option: _Option, now: Judged, steps: float) -> Alternative:
+    """The next best, whose transition is not worth estimating."""
+    numbers = _numbers_without_transition(option, now, steps, 0.0)
     slower = -100 * option.saving_s / now.step_s
     return Alternative(option.plan, f"slower by {slower:.1f} % of a step", numbers)
-
-
-def _or_ever(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
