@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import SpecError
+from nereus_plugins.trace.record import Record, TransitionRecord
+
+from .figures import stalled_s
 
 
 class Prediction(NamedTuple):
@@ -49,6 +53,20 @@ def read_journal(folder: Path) -> Journal:
     except (DecisionJournalError, KeyError, TypeError, ValueError) as error:
         raise SpecError(f"{journal.path}: not a controller's journal: {error}") from None
     return Journal(proofs, gpus[-1].memory_bytes if gpus else None)
+
+
+def with_records(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[Prediction]:
+    """And those that only the records hold: a proof needs some steps after its transition, or the
+    journal may be elsewhere."""
+    proved = {one.step for one in predictions}
+    out = list(predictions)
+    for record in records:
+        if not isinstance(record, TransitionRecord) or record.outcome != "committed":
+            continue
+        if record.step not in proved and "transition_s" in record.predicted:
+            said = record.predicted["transition_s"]
+            out.append(Prediction(record.step, False, said, stalled_s(record.seconds), None, None))
+    return out
 
 
 def _prediction(proof: dict[str, object]) -> Prediction:

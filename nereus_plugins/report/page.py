@@ -669,6 +669,8 @@ def _gantt(target: str, record: TransitionRecord) -> str:
     text = f"{svg.number(moved / 1e9)} GB between ranks"
     if "relaunch" in record.seconds:
         text = "started again from a checkpoint"
+    if "transition_s" in record.predicted:
+        text += f"; {svg.number(record.predicted['transition_s'])} s were predicted"
     if record.limit_s:
         limit, over = svg.number(record.limit_s), svg.number(total / record.limit_s)
         text += f"; the wait is {over} times its limit of {limit} s"

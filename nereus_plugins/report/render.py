@@ -9,7 +9,7 @@ from typing import Any
 from nereus_plugins.trace import files
 from nereus_plugins.trace.record import Record
 
-from .journal import read_journal
+from .journal import read_journal, with_records
 from .page import page
 from .series import series_of
 
@@ -36,7 +36,10 @@ def write_page(
         _notes(found, series[0].run.config),
         series,
         found,
-        [journal.predictions for journal in journals],
+        [
+            with_records(journal.predictions, records)
+            for (_, records), journal in zip(runs.values(), journals, strict=True)
+        ],
     )
     files.replace(out, (text,))
 

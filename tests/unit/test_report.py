@@ -13,7 +13,7 @@ from nereus_plugins.cli import main
 from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.report.colours import LayoutColours
 from nereus_plugins.report.figures import figures
-from nereus_plugins.report.journal import Journal, read_journal
+from nereus_plugins.report.journal import Journal, read_journal, with_records
 from nereus_plugins.report.series import AGAIN, TRANSITIONS, binned, series_of
 from nereus_plugins.report.svg import number, ticks
 from nereus_plugins.report.timeline import JOB, Bar, bars
@@ -224,6 +224,9 @@ def test_predictions_are_the_controllers_proofs(tmp_path: Path) -> None:
     page = page_of(tmp_path, str(write(tmp_path, live())))
     assert "<h2>Predicted and measured</h2>" in page
     assert "predicted +20.0%, was +15.0%" in page
+    told = transition_record(9, 0.0, {"prepare": 3.0}, predicted={"transition_s": 2.5})
+    known = transition_record(7, 0.0, {"prepare": 3.0}, predicted={"transition_s": 2.5})
+    assert with_records([first], [told, known]) == [first, (9, False, 2.5, 3.0, None, None)]
     (tmp_path / "decisions.jsonl").write_text("nothing\nof the kind\n")
     with pytest.raises(SpecError, match=r"decisions.jsonl"):
         read_journal(tmp_path)
