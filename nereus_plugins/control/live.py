@@ -37,7 +37,7 @@ from nereus_plugins.trace.record import (
 )
 
 POLL_S = 0.2
-NICE = 19
+NICE = 5  # behind the ranks, and not starved where cores are few
 
 
 class Live:

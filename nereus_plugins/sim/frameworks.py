@@ -123,8 +123,7 @@ class ScriptPlanning(Planning):
         key = (gpus, response_tokens, memory)
         if key not in self._best:
             # Micro-batches by count hold as many of the longest responses.
-            longest = response_tokens.max_tokens or self.known.max_response_tokens
-            all_long = LengthDistribution.fixed(longest)
+            all_long = LengthDistribution.fixed(self.known.max_response_tokens)
             fits = (
                 plan
                 for plan in self._with_more_and_more(gpus, response_tokens)

@@ -30,7 +30,9 @@ from nereus_plugins import cli
 STEPS, RANKS, PROMPTS, SAMPLES = 16, 2, 8, 4
 SHORT_TOKENS, LONG_TOKENS = 32, 256
 LAYERS, HIDDEN = 4, 128
-BUDGET_MIB = 120
+BUDGET_MIB = 150
+# Steps take seconds, and memory fills within ten of them.
+CONTROLLER = {"mode": "act", "dwell_steps": 2, "look_ahead_steps": 8}
 TIMEOUT_S = 600.0
 
 
@@ -83,7 +85,7 @@ def job_of(arm: Arm, directory: Path, seed: int) -> Job:
         mini_batch_prompts=PROMPTS,
         response_tokens=LONG_TOKENS,
         seed=seed,
-        nereus={"controller": {"mode": "act", "dwell_steps": 2}} if arm.controller else None,
+        nereus={"controller": CONTROLLER} if arm.controller else None,
         extra=[
             "data.shuffle=False",
             f"actor_rollout_ref.model.enable_gradient_checkpointing={arm.recompute}",
@@ -105,7 +107,7 @@ def run_arm(name: str, directory: Path, seed: int, budget_mib: float) -> tuple[J
     if ARMS[name].controller:
         return result, work / "checkpoints" / "nereus"
     records = work / "records" / "records.jsonl"
-    records.parent.mkdir()
+    records.parent.mkdir(parents=True, exist_ok=True)
     rows = str(PROMPTS * SAMPLES)
     asked = ["trace", "import", "verl", str(result.log), "-o", str(records)]
     if cli.main([*asked, "--samples", rows, "--gpus", str(RANKS)]):

@@ -5,12 +5,13 @@
 Without the variable nothing here is active. With it a training rank counts, after every operator of
 a training or forward pass of its engines that makes 64 KiB or more, the memory that the process
 has: the kernel's own count of its anonymous pages, of which glibc is told to give back at once what
-a tensor of 64 KiB or more had, and before each pass all that is free. What was there beside tensors
-when the first pass began (libraries, Ray) is taken from that, so that weights, gradients, optimizer
-state, activations, and what a transition left, are what remains; small blocks that are kept for
-later count within a pass, as they do in an accelerator's allocator. An operator after which it is
-above the budget raises `torch.OutOfMemoryError`. What an operator allocates and gives back within
-itself is not seen, nor what a transition holds meanwhile; on an accelerator both would be.
+a tensor of 64 KiB or more had, and before each pass all that is free, garbage collected. What was
+there beside tensors when the first pass began (libraries, Ray) is taken from that, so that weights,
+gradients, optimizer state, activations, and what a transition left, are what remains; small blocks
+that are kept for later count within a pass, as they do in an accelerator's allocator. An operator
+after which it is above the budget raises `torch.OutOfMemoryError`. What an operator allocates and
+gives back within itself is not seen, nor what a transition holds meanwhile; on an accelerator both
+would be.
 
 The peak is what verl and Nereus ask the device for (`max_memory_allocated`,
 `reset_peak_memory_stats`), and `mem_get_info` has the budget as the device's size. One look takes
@@ -104,7 +105,8 @@ class Counter:
             )
 
     def trim(self) -> None:
-        """Give back the pages of the heap that are free, wherever they lie."""
+        """Give back what nothing refers to, and the pages of the heap that are free."""
+        gc.collect()
         self._libc.malloc_trim(0)
 
     def reset_peak(self) -> None:
