@@ -8,6 +8,7 @@ verl_dynamic     verl_tuned; engines join on GPUs that training does not use, an
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 from nereus_plugins.spec import (
     Assignment,
@@ -122,15 +123,16 @@ class Threshold:
 
     - GPUs of the plan in force are gone, or its memory would not hold responses 15 % longer;
     - the number of GPUs has been another than it was planned for, for `STEADY` steps;
-    - generation's share of the step has been off by `SHARE` or more from what it was in the first
-      steps of the plan, for `STEADY` steps.
+    - for `STEADY` steps, generation's share of the step has been off by `SHARE` or more from what
+      it was in the first steps of the plan, or responses `LONGER` times longer or shorter.
 
     The last two wait `COOLDOWN` steps after a change. What a transition costs or brings is not
     asked: that is what such rules do not know.
     """
 
     name = "threshold"
-    SHARE = 0.1
+    SHARE = 0.05
+    LONGER = 1.25
     STEADY = 3
     COOLDOWN = 10
 
@@ -142,6 +144,7 @@ class Threshold:
         """A plan has been taken."""
         self.since, self.planned_for = step, gpus
         self.shares: list[float] = []
+        self.means: list[float] = []
         self.off = self.other = 0
 
     def start(self, known: Known) -> GlobalPlan:
@@ -173,9 +176,12 @@ class Threshold:
         share = last.stages_s.get("gen", 0.0) / last.step_s
         if len(self.shares) < self.STEADY:
             self.shares.append(share)
+            self.means.append(self.plans.mean_tokens)
             return
-        before = sum(self.shares) / len(self.shares)
-        self.off = self.off + 1 if abs(share - before) >= self.SHARE else 0
+        moved = self.plans.mean_tokens / statistics.fmean(self.means)
+        longer = max(moved, 1.0 / moved) >= self.LONGER
+        off = abs(share - statistics.fmean(self.shares)) >= self.SHARE
+        self.off = self.off + 1 if off or longer else 0
 
     def refused(self, job: SimulatedJob, decision: Decision) -> None:
         self._impossible.add((job.describe().assignments, decision.plan.assignments))

@@ -92,12 +92,14 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
             offload=True,
         ),
     ),
-    # OpenRLHF/OpenRLHF @ 3c3be62, its one example of PPO on colocated GPUs.
-    "openrlhf": (
+    # OpenRLHF/OpenRLHF @ 3c3be62, its example of PPO on colocated GPUs, which is of 8B. Larger
+    # actors take engines so wide that a GPU holds no more of their weights.
+    "openrlhf": tuple(
         Script(
-            1e15, "examples/scripts/train_ppo_ray_hybrid_engine.sh", 2, 0.5, budget=16384,
-            offload=True, sharding="zero3",
-        ),
+            parameters, "examples/scripts/train_ppo_ray_hybrid_engine.sh", rollout_tp, 0.5,
+            budget=16384, offload=True, sharding="zero3",
+        )
+        for parameters, rollout_tp in ((1.1e10, 2), (2e10, 4), (1e15, 8))
     ),
 }  # fmt: skip
 
@@ -123,7 +125,8 @@ class ScriptPlanning(Planning):
         key = (gpus, response_tokens, memory)
         if key not in self._best:
             # Micro-batches by count hold as many of the longest responses.
-            all_long = LengthDistribution.fixed(self.known.max_response_tokens)
+            longest = response_tokens.max_tokens or self.known.max_response_tokens
+            all_long = LengthDistribution.fixed(longest)
             fits = (
                 plan
                 for plan in self._with_more_and_more(gpus, response_tokens)

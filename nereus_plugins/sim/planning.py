@@ -101,16 +101,24 @@ class Planning:
         return self._best[key]
 
     def sized(self, gpus: int, memory: float = 1.0) -> GlobalPlan | None:
-        """The fastest plan for the first lengths in which the longest allowed response fits."""
-        return self.best(gpus, self.sized_lengths(), memory)
-
-    def sized_lengths(self) -> LengthDistribution:
-        """The first lengths, with one response of a step at the configured limit."""
+        """The fastest plan for the first lengths in which the longest allowed response fits; where
+        none does, half of it, and so on."""
         setting = self.known.setting
         sequences = setting.prompts_per_step * setting.samples_per_prompt
-        return with_longest(
-            self.known.response_tokens, self.known.max_response_tokens, 1.0 / max(2, sequences)
-        )
+        first = self.known.response_tokens.quantile(1.0 - 0.5 / max(2, sequences))
+        tokens = self.known.max_response_tokens
+        while True:
+            found = self.best(gpus, self.sized_lengths(tokens), memory)
+            if found is not None or tokens <= first:
+                return found
+            tokens = max(tokens // 2, math.floor(first))
+
+    def sized_lengths(self, tokens: int | None = None) -> LengthDistribution:
+        """The first lengths, with one response of a step at the configured limit, or `tokens`."""
+        setting = self.known.setting
+        sequences = setting.prompts_per_step * setting.samples_per_prompt
+        longest = tokens or self.known.max_response_tokens
+        return with_longest(self.known.response_tokens, longest, 1.0 / max(2, sequences))
 
     def lengths_of(self, mean_tokens: float) -> LengthDistribution:
         """The first lengths, scaled to (within 5 %) this mean."""

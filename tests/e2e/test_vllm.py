@@ -183,5 +183,7 @@ def _engine_processes() -> int:
 
 def _left_behind() -> set[str]:
     """Sockets and shared memory of servers that ended, had they been left."""
-    names = ("/tmp/rl-colocate-zmq-*", "/dev/shm/verl_weights_*", "/dev/shm/vllm_dist_*")
-    return {path for name in (*names, "/dev/shm/psm_*") for path in glob(name)}
+    memory = ("verl_weights_*", "vllm_dist_*", "psm_*")
+    sockets = ("rl-colocate-zmq-*", "nereus-vllm-*", "????????-????-????-????-????????????")
+    names = [f"/dev/shm/{name}" for name in memory] + [f"/tmp/{name}" for name in sockets]
+    return {path for name in names for path in glob(name)}

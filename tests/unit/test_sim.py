@@ -305,6 +305,12 @@ def test_static_is_sized_for_the_longest_response() -> None:
     plan = Static().start(known(one))
     longest = SETTING.workload(lengths)
     assert estimate(SETTING.job, plan, SETTING.cluster, longest).fits
+    # Where the longest fits on no plan, one is sized for as long ones as do.
+    huge = Planning(known(one)._replace(max_response_tokens=1_000_000))
+    assert huge.best(16, huge.sized_lengths()) is None
+    most = huge.sized(16)
+    assert most is not None
+    assert estimate(SETTING.job, most, SETTING.cluster, SETTING.workload(lengths)).fits
     fixed = with_longest(LengthDistribution.lognormal(300, 0.5), 2000, 0.01)
     assert fixed.quantile(0.9999) == 2000
 

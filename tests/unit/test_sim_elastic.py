@@ -230,19 +230,14 @@ def test_no_oracle_by_wall_clock(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_policy_that_cannot_begin_does_not_end_the_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On memory where only an elastic plan, made for the lengths of now, fits."""
-    small = dataclasses.replace(
-        SETTING.cluster, gpu=dataclasses.replace(SETTING.cluster.gpu, memory_bytes=12 * 2**30)
-    )
+    """One GPU, that FSDP fits and Megatron does not."""
     one = trace(
-        ((0.0, 8),), steps=3, max_response_tokens=120_000,
-        mean_response_tokens=(200.0,) * 3, tail=((0.0, 0.5), (1.0, 1.5)),
-        setting=dataclasses.replace(SETTING, cluster=small),
+        ((0.0, 1),), steps=3, mean_response_tokens=(300.0,) * 3, max_response_tokens=1024
     )  # fmt: skip
     one.save(tmp_path / "one.json")
-    args = ["sim", str(tmp_path / "one.json"), "--policies", "static,restart_elastic", "--json"]
+    args = ["sim", str(tmp_path / "one.json"), "--policies", "static,verl_static", "--json"]
     assert main(args) == 1
     found = json.loads(capsys.readouterr().out)["policies"]
     assert "no plan fits" in found["static"]["stopped"]
-    assert found["restart_elastic"]["stopped"] == ""
+    assert found["verl_static"]["stopped"] == ""
     assert main([*args[:3], "static"]) == 2

@@ -8,6 +8,9 @@ subclasses; none of them is documented. Tested with vLLM in `requirements/vllm.t
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +23,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 NAME = "vllm"
 _VLLM_FILES = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+_LONGEST_FOLDER = 40  # of the 107 bytes of a socket's name, besides a folder's and vLLM's
 
 
 class VLLMServer(vLLMHttpServer):
@@ -28,6 +32,7 @@ class VLLMServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.nereus_began = time.perf_counter()
         self.nereus_shared_memory: list[Path] = []
+        self.nereus_sockets = _own_sockets()
         super().__init__(*args, **kwargs)
 
     def _get_worker_extension_cls(self) -> str:
@@ -52,14 +57,27 @@ class VLLMServer(vLLMHttpServer):
         return {"start": self.nereus_launched_s - known, **found}
 
     async def nereus_end(self) -> None:
-        """End the engine's processes, and remove the shared memory that they leave behind; also
-        after a launch that failed half-way."""
+        """End the engine's processes, and remove the shared memory and the sockets that they leave
+        behind; also after a launch that failed half-way."""
         files = {*self.nereus_shared_memory, *_shared_memory()}
         try:
             await asyncio.to_thread(self.engine.shutdown)
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
+            if self.nereus_sockets is not None:
+                shutil.rmtree(self.nereus_sockets, ignore_errors=True)
+
+
+def _own_sockets() -> Path | None:
+    """Have vLLM make the sockets between its processes in a folder of this server's, which is
+    returned. None: it would have a longer name than sockets can have."""
+    folder = os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+    if len(folder) > _LONGEST_FOLDER:
+        return None
+    own = tempfile.mkdtemp(prefix="nereus-vllm-", dir=folder)
+    os.environ["VLLM_RPC_BASE_PATH"] = own
+    return Path(own)
 
 
 def _shared_memory() -> list[Path]:
