@@ -43,6 +43,8 @@ from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
 # The plan in force is left when it is forecast to fill this part of a GPU; a new one has to fit
 # with the planner's margin.
 FULL = 0.985
+# A plan expected to fill this part that runs out needed more than was expected of it.
+_NEARLY_FULL = 0.9
 # Plans are compared at the lengths expected so many steps ahead.
 _AHEAD = 5
 # Standard deviations of forecast lengths that memory has to suffice for.
@@ -178,24 +180,33 @@ class Controller:
 
         Raises: SpecError: none fits.
         """
-        mean = self._mean()
         if out_of_memory:
-            made = self.plans.estimate(self.plan, mean)
-            if made is not None:
-                top = made.peak
-                beside = sum(top.resting.values())
-                own = max(1.0, top.reserved_bytes - beside)
-                self.learned.memory.exceeded(own, top.capacity_bytes - beside)
+            self._ran_out()
+        mean, high = self._mean(), self._high()
+        for memory_of in (high, self._forecast_high()):
+            options = [
+                (self.plans.judge(one, mean).step_s, one)
+                for one in self._candidates(gpus, mean, memory_of, self.plan)
+                if max(one.devices) < gpus and fits(self.plans.memory(one, memory_of))
+            ]
+            if options:
+                return min(options, key=lambda option: option[0])[1]
+        raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
+
+    def _ran_out(self) -> None:
+        """A step did not fit. Near what was expected, the expectation was too low; far from it,
+        lengths were others than any that were seen."""
+        mean, high = self._mean(), self._high()
+        made = self.plans.estimate(self.plan, mean)
+        if made is not None and self.plans.memory(self.plan, high) > _NEARLY_FULL:
+            top = made.peak
+            beside = sum(top.resting.values())
+            own = max(1.0, top.reserved_bytes - beside)
+            self.learned.memory.exceeded(own, top.capacity_bytes - beside)
             self._version += 1
-        high = self._high()
-        options = [
-            (self.plans.judge(one, mean).step_s, one)
-            for one in self._candidates(gpus, mean, high, self.plan)
-            if max(one.devices) < gpus and fits(self.plans.memory(one, high))
-        ]
-        if not options:
-            raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
-        return min(options, key=lambda option: option[0])[1]
+        else:
+            self.lengths.exceeded(float(self.setting.max_response_tokens))
+        self._write_state()
 
     # Learning.
 
@@ -329,6 +340,12 @@ class Controller:
         if not self.lengths.seen:
             return self._cut(1.1 * self.setting.response_tokens.mean_tokens())
         return self._cut(self.lengths.high(self.config.look_ahead_steps, _DEVIATIONS))
+
+    def _forecast_high(self) -> float:
+        """The same, but for lengths that may come back."""
+        if not self.lengths.seen:
+            return self._high()
+        return self._cut(self.lengths.at(self.config.look_ahead_steps, _DEVIATIONS))
 
     def _cut(self, mean_tokens: float) -> float:
         return min(mean_tokens, float(self.setting.max_response_tokens))

@@ -88,6 +88,11 @@ class LengthForecast:
         spread = math.sqrt(self.variance * variance)
         return math.exp(self.level + self.trend * damped + deviations * spread)
 
+    def exceeded(self, most_tokens: float) -> None:
+        """A step whose lengths nobody saw did not fit: they may be as long as they can be."""
+        self.jumps += 1
+        self.highest = max(self.highest, math.log(most_tokens))
+
     def high(self, steps: int, deviations: float) -> float:
         """Mean tokens that memory should suffice for: the highest of the forecast, so many standard
         deviations up, within so many steps, and of what was seen of late where lengths jump."""

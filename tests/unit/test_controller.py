@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from nereus_plugins.cli import main
 from nereus_plugins.controller.admission import admit, confidence_of
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.controller import Controller, starting_plan
 from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.forecast import LengthForecast, Lifetime
 from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
+from nereus_plugins.controller.learned import Common, Memory
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.explain import cluster_of
@@ -232,3 +234,54 @@ def test_more_gpus_are_taken_and_fewer_left_without_a_restart() -> None:
     assert not result.stopped
     assert result.restarts == result.failures == 0
     assert result.transitions >= 2
+
+
+def test_out_of_memory_is_recovered_from_and_remembered() -> None:
+    """Lengths jump tenfold and back: nobody can know the first time; the second time it fits."""
+    means = (300.0,) * 6 + (3000.0,) * 6 + (300.0,) * 8 + (3000.0,) * 6
+    world = World(trace(steps=26, mean_response_tokens=means, max_response_tokens=16384))
+    policy = Nereus(world)
+    result = through(world, policy)
+    assert not result.stopped
+    assert result.oom == 1
+    assert policy.controller.learned.memory.factor < 1.1  # lengths were others, not the bytes
+
+
+def test_what_slows_every_stage_alike_is_no_layouts_fault() -> None:
+    one = Common()
+    for _ in range(20):
+        one.observe([1.01, 0.99, 1.0], 0.03)
+    assert one.factor == pytest.approx(1.0, abs=0.02)
+    one.observe([1.4, 1.42, 1.38], 0.03)
+    assert one.factor < 1.1  # one odd step
+    one.observe([1.4, 1.42, 1.38], 0.03)
+    assert one.factor == pytest.approx(1.4, rel=0.02)
+
+
+def test_peaks_that_are_higher_than_predicted_are_learned() -> None:
+    one = Memory()
+    for _ in range(10):
+        one.observe(10e9, 11e9)
+    assert one.factor == pytest.approx(1.1, rel=0.02)
+    one.observe(10e9, 100e9)  # something else than was predicted
+    assert one.factor == pytest.approx(1.1, rel=0.02)
+    one.exceeded(70e9, 80e9)
+    assert one.factor * 70e9 > 80e9
+
+
+def test_decisions_are_shown_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = setting_of(trace())
+    journal = DecisionJournal(tmp_path)
+    one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0, journal)
+    one.decide(Gpus(16), 0)
+    one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    assert main(["decisions", str(tmp_path), "--alternatives"]) == 0
+    shown = capsys.readouterr().out
+    assert "stay: no step was observed yet" in shown
+    assert "propose (forced): 8 GPUs are leaving" in shown
+    assert main(["decisions", str(tmp_path), "--json", "--step", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"][0]["kind"] == "stay"
+    assert main(["decisions", str(tmp_path / "nowhere")]) == 2
+    assert "there is no such run" in capsys.readouterr().err
