@@ -160,6 +160,7 @@ class _Search:
         steps, count = world.trace.steps, len(plans)
         self.step_s: Costs = np.full((steps, count), math.inf)
         self.exact = np.zeros((steps, count), bool)
+        self._gpus = [world.trace.conditions(step, 0.0).gpus for step in range(steps)]
         for at in range(count):
             self._bound(at)
         self.change_s: Costs = np.zeros((count, count))
@@ -177,13 +178,16 @@ class _Search:
         world, chosen = self.world, self.plans[at]
         trace, needed = world.trace, max(chosen.devices)
         chance = world.chance.seconds
+        known: dict[int, Estimate] = {}
         for step, mean in enumerate(trace.mean_response_tokens):
-            if needed >= trace.conditions(step, 0.0).gpus:
+            if needed >= self._gpus[step]:
                 self.exact[step, at] = True
                 continue
-            shorter = _SAME ** math.floor(math.log(mean) / math.log(_SAME) + 1e-9)
-            workload = world.setting.workload(trace.response_tokens(shorter))
-            sure = world.true_estimate(chosen, workload)
+            bucket = math.floor(math.log(mean) / math.log(_SAME) + 1e-9)
+            if bucket not in known:
+                workload = world.setting.workload(trace.response_tokens(_SAME**bucket))
+                known[bucket] = world.true_estimate(chosen, workload)
+            sure = known[bucket]
             if any(s.reserved_bytes > 1.02 * s.capacity_bytes for s in sure.stages.values()):
                 self.exact[step, at] = True  # what does not fit shorter ones does not fit these
                 continue
