@@ -20,6 +20,7 @@ NEEDS = {
     "test_planner_verl.py": "verl",
     "test_transport_backend.py": "torch",
     "test_verl_background.py": "torch",
+    "test_verl_controller.py": "verl",
     "test_verl_job.py": "verl",
     "test_verl_memory.py": "verl",
     "test_verl_plugin.py": "verl",

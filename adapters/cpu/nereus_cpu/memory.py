@@ -5,13 +5,12 @@
 Without the variable nothing here is active. With it a training rank counts, after every operator of
 a training or forward pass of its engines that makes 64 KiB or more, the memory that the process
 has: the kernel's own count of its anonymous pages, of which glibc is told to give back at once what
-a tensor of 64 KiB or more had, and before each pass all that is free, garbage collected. What was
-there beside tensors when the first pass began (libraries, Ray) is taken from that, so that weights,
-gradients, optimizer state, activations, and what a transition left, are what remains; small blocks
-that are kept for later count within a pass, as they do in an accelerator's allocator. An operator
-after which it is above the budget raises `torch.OutOfMemoryError`. What an operator allocates and
-gives back within itself is not seen, nor what a transition holds meanwhile; on an accelerator both
-would be.
+a tensor of 64 KiB or more had. What is there beside tensors when a pass begins (libraries, Ray and
+its buffers), garbage collected, is taken from that, so that weights, gradients, optimizer state,
+activations, and what a transition left, are what remains; small blocks that are kept for later
+count within a pass, as they do in an accelerator's allocator. An operator after which it is above
+the budget raises `torch.OutOfMemoryError`. What an operator allocates and gives back within itself
+is not seen, nor what a transition holds meanwhile; on an accelerator both would be.
 
 The peak is what verl and Nereus ask the device for (`max_memory_allocated`,
 `reset_peak_memory_stats`), and `mem_get_info` has the budget as the device's size. One look takes
@@ -77,17 +76,19 @@ class Counter:
         self._libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
     def start(self) -> None:
-        """Count from now on, unless it does already; tensors that are there count too."""
-        if self._begin is None:
-            gc.collect()
+        """A pass begins: what the process has beside tensors is not counted from now on."""
+        first = self._begin is None
+        if first:
             # What torch loads, and its libraries keep, from the first watched operator on.
             with _Watched(self), torch.no_grad():
                 torch.ones(_WARM, _WARM) @ torch.ones(_WARM, _WARM)
-            self.trim()
-            plain = (torch.Tensor, torch.nn.Parameter)
-            held = [one.untyped_storage() for one in gc.get_objects() if type(one) in plain]
-            storages = {storage.data_ptr(): storage.nbytes() for storage in held}
-            self._begin = self._process() - sum(storages.values())
+        gc.collect()
+        self._libc.malloc_trim(0)
+        plain = (torch.Tensor, torch.nn.Parameter)
+        held = [one.untyped_storage() for one in gc.get_objects() if type(one) in plain]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in held}
+        self._begin = self._process() - sum(storages.values())
+        if first:
             self.peak = self.live()
 
     def live(self) -> int:
@@ -103,11 +104,6 @@ class Counter:
                 f"CPU rank out of memory: {now / 2**20:.1f} MiB are allocated after {what}, the "
                 f"rank has {self.budget / 2**20:.1f} MiB ({VARIABLE})"
             )
-
-    def trim(self) -> None:
-        """Give back what nothing refers to, and the pages of the heap that are free."""
-        gc.collect()
-        self._libc.malloc_trim(0)
 
     def reset_peak(self) -> None:
         self.peak = self.live()
@@ -181,7 +177,6 @@ def _watched(run: Any, counter: Counter) -> Any:
     @functools.wraps(run)
     def watched(*args: Any, **kwargs: Any) -> Any:
         counter.start()
-        counter.trim()
         with _Watched(counter):
             return run(*args, **kwargs)
 
