@@ -126,14 +126,14 @@ class Threshold:
     - for `STEADY` steps, generation's share of the step has been off by `SHARE` or more from what
       it was in the first steps of the plan, or responses `LONGER` times longer or shorter.
 
-    The last two wait `COOLDOWN` steps after a change. What a transition costs or brings is not
+    The last waits `COOLDOWN` steps after a change. What a transition costs or brings is not
     asked: that is what such rules do not know.
     """
 
     name = "threshold"
     SHARE = 0.05
     LONGER = 1.25
-    STEADY = 3
+    STEADY = 2
     COOLDOWN = 10
 
     def __init__(self, planning: Planning) -> None:
@@ -157,8 +157,9 @@ class Threshold:
         there, now = job.available(), job.describe()
         self._count(job)
         forced = self.plans.must_leave(job)
-        steady = max(self.off, self.other) >= self.STEADY
-        if not forced and not (steady and job.step - self.since >= self.COOLDOWN):
+        cool = job.step - self.since >= self.COOLDOWN
+        off = self.off >= self.STEADY and cool
+        if not (forced or off or self.other >= self.STEADY):
             return None
         target = self.plans.find(there)
         self._begin(job.step, there)
