@@ -30,7 +30,7 @@ from nereus_plugins import cli
 STEPS, RANKS, PROMPTS, SAMPLES = 16, 2, 8, 4
 SHORT_TOKENS, LONG_TOKENS = 32, 256
 LAYERS, HIDDEN = 4, 128
-BUDGET_MIB = 120
+BUDGET_MIB = 90
 # Steps take seconds, and memory fills within ten of them.
 CONTROLLER = {"mode": "act", "dwell_steps": 2, "look_ahead_steps": 8}
 TIMEOUT_S = 600.0

@@ -187,4 +187,4 @@ def test_a_job_leaves_a_plan_before_it_runs_out_of_memory(tmp_path: Path) -> Non
     assert "memory is forecast to fill" in " ".join(one["reason"] for one in proposed)
 
 
-BUDGET_MIB = 120
+BUDGET_MIB = 90
