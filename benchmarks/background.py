@@ -159,7 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
-    parser.add_argument("--cycles", type=int, default=3, help="of four transitions")
+    parser.add_argument("--cycles", type=int, default=2, help="of four transitions")
     parser.add_argument("--share", type=float, default=0.25, help="nereus.background_share")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model")
     args = parser.parse_args()
