@@ -252,7 +252,7 @@ class Controller:
 
     def _learn_transition(self, record: TransitionRecord) -> None:
         pending, self._pending = self._pending, None
-        stall_s = sum(record.seconds.values())
+        stall_s = record.stall_s
         if record.outcome == "committed":
             self.books.stall(stall_s)
             self.learned.calibration.after_transition()

@@ -100,8 +100,8 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
     run_s = steps[-1].time_unix_s - begin_s
     tokens = {r.step: r.tokens.get("total", 0) for r in steps}
     gpu_s = _gpu_seconds(kept, begin_s, steps[-1].time_unix_s)
-    total_s = stalled_s(stall)
-    over_limit = [stalled_s(r.seconds) / r.limit_s for r in committed if r.limit_s]
+    total_s = sum(r.stall_s for r in committed)
+    over_limit = [r.stall_s / r.limit_s for r in committed if r.limit_s]
     controller_s = [r.metrics[CONTROLLER_MS] / 1e3 for r in steps if CONTROLLER_MS in r.metrics]
     begun = [r for r in kept if isinstance(r, RunRecord)]
     # A simulated job writes its restarts as transitions, and a run record after each.
@@ -122,14 +122,13 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         "stall_s": stall,
         "stall_parts_s": by_part(stall),
         "each_transition": [
-            {"step": r.step, "stall_s": stalled_s(r.seconds), "limit_s": r.limit_s}
-            for r in committed
+            {"step": r.step, "stall_s": r.stall_s, "limit_s": r.limit_s} for r in committed
         ],
         "stall_over_limit_mean": float(np.mean(over_limit)) if over_limit else None,
         "stall_over_limit_max": max(over_limit, default=None),
         "oom": sum("out of memory" in r.reason.lower() for r in failed),
         "failures": len(failed),
-        "failure_s": sum(stalled_s(r.seconds) for r in failed),
+        "failure_s": sum(r.stall_s for r in failed),
         "controller_s_mean": float(np.mean(controller_s)) if controller_s else None,
         "controller_s_max": max(controller_s, default=None),
         "reward_last": _reward_last(steps),
@@ -141,14 +140,8 @@ def step_s(record: StepRecord) -> float:
     return record.step_s - record.stages_s.get(TRANSITION_TIMER, 0.0)
 
 
-def stalled_s(seconds: Mapping[str, float]) -> float:
-    """The whole of a transition's seconds by phase; a phase's own parts ("prepare.build") are in
-    it already."""
-    return sum(spent for phase, spent in seconds.items() if "." not in phase)
-
-
 def by_part(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase as seconds by part (`PARTS`, "other"); they add up to `stalled_s`.
+    """Seconds by phase as seconds by part (`PARTS`, "other"); they add up to the stall.
 
     A phase with parts of its own gives these, as far as they are not longer than itself, and the
     rest of it.

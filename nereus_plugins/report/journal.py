@@ -11,8 +11,6 @@ from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import Record, TransitionRecord
 
-from .figures import stalled_s
-
 
 class Prediction(NamedTuple):
     """One transition that a controller proposed.
@@ -65,7 +63,7 @@ def with_records(predictions: Sequence[Prediction], records: Sequence[Record]) -
             continue
         if record.step not in proved and "transition_s" in record.predicted:
             said = record.predicted["transition_s"]
-            out.append(Prediction(record.step, False, said, stalled_s(record.seconds), None, None))
+            out.append(Prediction(record.step, False, said, record.stall_s, None, None))
     return out
 
 

@@ -17,7 +17,7 @@ from nereus_plugins.trace.record import TransitionRecord
 
 from . import svg
 from .colours import PART_FILLS, STAGE_FILLS, LayoutColours, phase_fill
-from .figures import by_part, stalled_s
+from .figures import by_part
 from .journal import Prediction
 from .series import Series, Span, binned
 from .svg import GanttBar, Interval, Line, Mark, Part, Point, Strip
@@ -541,8 +541,8 @@ class _Page:
 
     def _shown(self, run: Series) -> list[tuple[str, TransitionRecord]]:
         """(anchor, record) of the longest ones that committed, in order."""
-        done = [r for r in run.transitions if r.outcome == "committed" and stalled_s(r.seconds) > 0]
-        longest = sorted(done, key=lambda r: -stalled_s(r.seconds))[:GANTTS]
+        done = [r for r in run.transitions if r.outcome == "committed" and r.stall_s > 0]
+        longest = sorted(done, key=lambda r: -r.stall_s)[:GANTTS]
         chosen = {id(r) for r in longest}
         group = self.group[run.name]
         return [(f"t{group}-{i}", r) for i, r in enumerate(done) if id(r) in chosen]
@@ -630,7 +630,7 @@ def _tip(record: TransitionRecord) -> str:
     what = record.outcome
     if record.outcome == "committed":
         what = "restart" if "relaunch" in record.seconds else "transition"
-    lines = [f"{what} after step {record.step}: {svg.number(stalled_s(record.seconds))} s"]
+    lines = [f"{what} after step {record.step}: {svg.number(record.stall_s)} s"]
     lines += [f"{name}: {text}" for name, text in _changes(record)]
     if record.reason:
         lines.append(record.reason)
@@ -658,7 +658,7 @@ def _gantt(target: str, record: TransitionRecord) -> str:
         row = bar.row if bar.depth == 0 else "parts"
         tip = f"{bar.row}: {bar.phase}\n{svg.number(bar.end_s - bar.begin_s)} s"
         drawn.append(GanttBar(row, bar.begin_s, bar.end_s, phase_fill(bar.phase), tip))
-    total = stalled_s(record.seconds)
+    total = record.stall_s
     begin = min((bar.begin_s for bar in found), default=0.0)
     seen = [bar.phase for bar in found if bar.end_s - bar.begin_s > 0.01 * (total - begin)]
     words = "; ".join(f"{name} {text}" for name, text in _changes(record))

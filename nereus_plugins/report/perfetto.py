@@ -12,7 +12,7 @@ from typing import Any
 
 from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
 
-from .figures import TRANSITION_TIMER, WORLD_SIZE, source_of, stalled_s
+from .figures import TRANSITION_TIMER, WORLD_SIZE, source_of
 from .series import STAGES
 from .timeline import JOB, bars
 
@@ -99,9 +99,7 @@ def _events(process: int, name: str, records: Sequence[Record]) -> Iterator[dict
 def _start_s(records: Sequence[Record]) -> float:
     """The earliest begin of anything."""
     starts = [r.time_unix_s - r.step_s for r in records if isinstance(r, StepRecord)]
-    starts += [
-        r.time_unix_s - stalled_s(r.seconds) for r in records if isinstance(r, TransitionRecord)
-    ]
+    starts += [r.time_unix_s - r.stall_s for r in records if isinstance(r, TransitionRecord)]
     starts += [r.time_unix_s for r in records if isinstance(r, RunRecord)]
     return min(starts)
 
@@ -139,7 +137,7 @@ def _step(threads: _Threads, record: StepRecord, start_s: float) -> Iterator[dic
 def _transition(
     threads: _Threads, record: TransitionRecord, start_s: float
 ) -> Iterator[dict[str, Any]]:
-    whole_s = stalled_s(record.seconds)
+    whole_s = record.stall_s
     begin_s = record.time_unix_s - start_s - whole_s
     yield threads.span(
         _TRANSITIONS, f"{record.outcome} after step {record.step}", begin_s, whole_s,

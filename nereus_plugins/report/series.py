@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
 from nereus_plugins.trace.show import layout_text
 
-from .figures import REWARD, TRANSITION_TIMER, WORLD_SIZE, source_of, stalled_s, step_s
+from .figures import REWARD, TRANSITION_TIMER, WORLD_SIZE, source_of, step_s
 
 Column = NDArray[np.float64]
 
@@ -148,9 +148,9 @@ def _stages(
     out[AGAIN] = sum(r.step_s for r in every) - sum(r.step_s for r in steps)
     committed = [r for r in moves if r.outcome == "committed"]
     restarts = [r for r in committed if "relaunch" in r.seconds]
-    out[RESTARTS] = sum(stalled_s(r.seconds) for r in restarts)
-    out[TRANSITIONS] = sum(stalled_s(r.seconds) for r in committed) - out[RESTARTS]
-    out[FAILURES] = sum(stalled_s(r.seconds) for r in moves if r.outcome == "failed")
+    out[RESTARTS] = sum(r.stall_s for r in restarts)
+    out[TRANSITIONS] = sum(r.stall_s for r in committed) - out[RESTARTS]
+    out[FAILURES] = sum(r.stall_s for r in moves if r.outcome == "failed")
     # What verl's timer holds of transitions that did not commit.
     timed = sum(r.stages_s.get(TRANSITION_TIMER, 0.0) for r in every)
     out[TRANSITIONS] = max(out[TRANSITIONS], timed)

@@ -138,6 +138,7 @@ class TransitionRecord(Record):
     background: where it was to be prepared while other stages ran. Prepared so: what that took,
         "prepare_s", pauses included; for "hidden_s" of them nothing waited. Prepared, or prepared
         again, while everything waited: "exposed", why. `seconds` hold what was waited for.
+    limit_s: the least that any transition of these bytes takes over the links, where it is known.
     predicted: what the controller that proposed it expected: "transition_s", and of a step "step_s"
         in the plan before and "new_step_s" in this one, "saving_s", for "steps", with "confidence".
     """
@@ -157,6 +158,11 @@ class TransitionRecord(Record):
     background: Mapping[str, Any] = field(default_factory=dict)
     limit_s: float | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def stall_s(self) -> float:
+        """What the job waited; a phase's own parts ("prepare.build") are in it already."""
+        return sum(spent for phase, spent in self.seconds.items() if "." not in phase)
 
 
 KINDS: Mapping[str, type[Record]] = {

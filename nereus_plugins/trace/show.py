@@ -68,9 +68,7 @@ def transition_lines(record: TransitionRecord) -> list[str]:
 
 
 def _transition_lines(record: TransitionRecord) -> Iterator[str]:
-    # A phase's own parts stand beside it as "phase.part".
-    total_s = sum(value for name, value in record.seconds.items() if "." not in name)
-    yield f"transition after step {record.step}: {record.outcome} in {total_s:.2f} s"
+    yield f"transition after step {record.step}: {record.outcome} in {record.stall_s:.2f} s"
     if record.reason:
         yield f"  because {record.reason}"
     if "transition_s" in record.predicted:

@@ -169,3 +169,11 @@ def test_show_says_what_was_hidden(capsys: pytest.CaptureFixture[str], tmp_path:
     out = capsys.readouterr().out
     places = [out.index(text) for text in ("step     1", "0.40 s more", "step     2", "no room")]
     assert places == sorted(places)
+
+
+def test_a_phases_own_parts_are_not_waited_for_twice() -> None:
+    record = TransitionRecord(
+        step=1, epoch=1, time_unix_s=0.0, outcome="committed", reason="", units={}, digest="",
+        seconds={"prepare": 3.0, "prepare.build": 1.0, "prepare.move": 2.0, "commit": 0.5},
+    )  # fmt: skip
+    assert record.stall_s == 3.5

@@ -337,9 +337,7 @@ def _metrics(record: StepRecord, transitions: Sequence[TransitionRecord]) -> dic
             out[f"nereus/{name}/{field}"] = getattr(layout, field)
     if transitions:  # two where one was prepared in the background and the next was not
         out["nereus/transition/committed"] = sum(t.outcome == "committed" for t in transitions)
-        out["nereus/transition/seconds"] = sum(
-            value for t in transitions for phase, value in t.seconds.items() if "." not in phase
-        )
+        out["nereus/transition/seconds"] = sum(t.stall_s for t in transitions)
         out["nereus/transition/wire_bytes"] = sum(
             unit.get("bytes_wire", 0) for t in transitions for unit in t.units.values()
         )
