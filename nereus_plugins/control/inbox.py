@@ -170,9 +170,10 @@ class Inbox:
             return self._status()
 
     def status(self) -> dict[str, Any]:
-        more = self._more()
         with self._changed:
-            return {**self._status(), **more}
+            status = self._status()
+        # Afterwards: a plan that is newer than the epoch is asked for again, an older one is not.
+        return {**status, **self._more()}
 
     def grant(self, epoch: int, gpus: int, notice_s: float) -> dict[str, Any]:
         """The job may use so many GPUs from now on; others it must have left after `notice_s`.

@@ -10,12 +10,13 @@ commands: in mode act it submits a plan as a user would, in mode advise it leave
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from nereus_plugins.spec import GlobalPlan
 from nereus_plugins.trace.record import (
     NewRecords,
     Record,
+    RunRecord,
     StepRecord,
     TransitionRecord,
     now_s,
@@ -54,6 +56,7 @@ class Live:
         self._launch = Launch.read(run_dir)
         self._records = NewRecords(run_dir)
         self._controller, self._seen = _begin(run_dir, self._launch)
+        self._epoch = self._controller.epoch  # whose plan the controller knows
         self._step = 0
         self._decided: tuple[int, Gpus] | None = None  # for which step and GPUs
         self._offered = _offered(run_dir)
@@ -72,7 +75,7 @@ class Live:
         """
         self._learn()
         job = self._ask("status")
-        if job is None:
+        if job is None or job["state"] == REFUSED:
             return
         self._follow(job)
         said = job.get("gpus")
@@ -85,7 +88,8 @@ class Live:
             return
         self._decided = now
         decision = self._controller.decide(gpus, self._step)
-        if decision.plan is not None:
+        # Planning takes time: a job that was started again meanwhile is not this one's.
+        if decision.plan is not None and os.getppid() == self._parent:
             self._offer(decision)
 
     # -- learning ---------------------------------------------------------------------------------
@@ -96,14 +100,26 @@ class Live:
         except FileNotFoundError:
             return
         for record in new:
+            if isinstance(record, RunRecord):  # started again, from an earlier step maybe
+                self._step = 0
             if isinstance(record, StepRecord):
-                self._step = max(self._step, record.step)
+                self._step = record.step
             if not isinstance(record, (StepRecord, TransitionRecord)):
                 continue
             if self._seen:  # before this process began
                 self._seen -= 1
                 continue
+            if isinstance(record, TransitionRecord) and record.outcome == "committed":
+                if self._is_offered(record):
+                    self._epoch = record.epoch
+                else:
+                    self._controller.not_taken()
             self._controller.observe(record)
+
+    def _is_offered(self, record: TransitionRecord) -> bool:
+        """Whether a transition is to what the controller wants now, not a user's or scheduled."""
+        wanted = self._controller.pending
+        return wanted is not None and dict(record.predicted) == _predicted(wanted)
 
     def _follow(self, job: dict[str, Any]) -> None:
         """What the job's answer says of a plan that was submitted, and of its plan in force."""
@@ -116,8 +132,11 @@ class Live:
                     self._refused(answered["reason"], by_plan=answered.get("by_plan", False))
                 self._learn()  # a transition is recorded before it is answered
         plan, epoch = job.get("global_plan"), int(job["job"]["epoch"])
-        if plan is not None and epoch != self._controller.epoch and self._submitted is None:
+        if epoch != self._epoch:
+            self._learn()  # it is recorded before the job says so
+        if plan is not None and epoch != self._epoch and self._submitted is None:
             self._controller.adopt(GlobalPlan.from_dict(plan), epoch)
+            self._epoch = epoch
 
     # -- proposing --------------------------------------------------------------------------------
 
@@ -176,22 +195,24 @@ class Live:
 
 
 def _begin(run_dir: Path, launch: Launch) -> tuple[Controller, int]:
-    """The controller, and how many of the run's first records it knows: as its journal says, where
-    there is one of the same job and settings; else from the beginning."""
+    """The controller, and how many of the records it passes over: those that it knows, as its
+    journal says, where there is one of the same job and settings; else those of earlier runs."""
     journal = DecisionJournal(run_dir)
-    entries = journal.read()
-    start = entries[0] if entries else None
-    same = start is not None and (start["setting"], start["config"]) == (
-        _plain(launch.setting), _plain(launch.config),
-    )  # fmt: skip
-    if same:
-        try:
+    try:
+        entries = journal.read()
+        start = entries[0] if entries else {}
+        if (start.get("setting"), start.get("config")) == (
+            _plain(launch.setting), _plain(launch.config),
+        ):  # fmt: skip
             controller = Controller.resume(journal)
+            if launch.epoch == controller.epoch:
+                # A job that is started again is in the plan of its configuration.
+                controller.adopt(launch.plan, launch.epoch)
             observed = [e["record"] for e in entries if e["kind"] == "observation"]
             return controller, _known(run_dir, observed)
-        except DecisionJournalError as error:
-            print(f"not resumed: {error}", flush=True)
-    if start is not None:
+    except DecisionJournalError as error:
+        print(f"not resumed: {error}", flush=True)
+    if journal.path.exists():
         journal.close()
         aside = next(
             path
@@ -200,14 +221,32 @@ def _begin(run_dir: Path, launch: Launch) -> tuple[Controller, int]:
         )
         os.replace(journal.path, aside)
         journal = DecisionJournal(run_dir)
-    return Controller(launch.setting, launch.config, launch.plan, launch.epoch, journal), 0
+    controller = Controller(launch.setting, launch.config, launch.plan, launch.epoch, journal)
+    return controller, _of_earlier_runs(run_dir)
+
+
+def _of_earlier_runs(run_dir: Path) -> int:
+    """How many step and transition records come before the run that goes on, which may be of
+    another job."""
+    count = before = 0
+    for record in _all(run_dir):
+        if isinstance(record, RunRecord):
+            before = count
+        count += isinstance(record, (StepRecord, TransitionRecord))
+    return before
+
+
+def _all(run_dir: Path) -> Iterator[Record]:
+    """Those that are there."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from NewRecords(run_dir).read()
 
 
 def _known(run_dir: Path, observed: list[dict[str, Any]]) -> int:
     """How many of the run's step and transition records were observed."""
     times = {(one["schema"], one["time_unix_s"]) for one in observed}
     count = known = 0
-    for record in NewRecords(run_dir).read():
+    for record in _all(run_dir):
         if isinstance(record, (StepRecord, TransitionRecord)):
             count += 1
             if _identity(record) in times:

@@ -161,6 +161,17 @@ class Controller:
             self._entered(plan)
             self._write_state()
 
+    @property
+    def pending(self) -> Decision | None:
+        """The proposal that stands; None: to stay."""
+        return self._pending
+
+    def not_taken(self) -> None:
+        """A transition that is observed next was not the one proposed last."""
+        if self._pending is not None:
+            self._pending = None
+            self._write_state()
+
     def decide(self, gpus: Gpus, steps_done: int) -> Decision:
         """In which plan to go on with the step that comes next. Nothing is executed.
 

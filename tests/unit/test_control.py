@@ -85,6 +85,24 @@ def test_a_plan_is_accepted_pulled_and_answered(inbox: Inbox) -> None:
     assert (ended["state"], ended["step"]) == ("committed", 7)
 
 
+def test_a_status_never_has_a_plan_older_than_its_epoch() -> None:
+    """The driver may commit while the status is put together."""
+    plans = ["old", "new"]
+
+    def more() -> dict[str, Any]:
+        said = plans[0]
+        del plans[:-1]
+        one.inform(epoch=1)
+        return {"global_plan": said}
+
+    one = Inbox(check, more=more)
+    found = [one.status() for _ in range(2)]
+    assert [(each["job"]["epoch"], each["global_plan"]) for each in found] == [
+        (0, "old"),
+        (1, "new"),
+    ]
+
+
 def test_only_one_plan_is_pending(inbox: Inbox) -> None:
     inbox.submit(0, PLAN)
     with pytest.raises(Refused, match=r"another plan is pending \(number 1, accepted: actor TP1"):

@@ -33,7 +33,13 @@ from nereus_plugins.job import Gpus
 from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.spec import GlobalPlan, LengthDistribution, ModelStage
 from nereus_plugins.trace.conditions import Setting
-from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionRecord, now_s
+from nereus_plugins.trace.record import (
+    RecordWriter,
+    RunRecord,
+    StepRecord,
+    TransitionRecord,
+    now_s,
+)
 
 S = ModelStage
 
@@ -93,16 +99,31 @@ class Job:
         submitted = self.inbox.pull(number)
         if submitted is None:
             return None
-        self.plan, self.epoch = GlobalPlan.from_dict(submitted.plan), self.epoch + 1
+        record = self.commit(number, GlobalPlan.from_dict(submitted.plan), submitted.predicted)
+        self.inbox.answer("committed")
+        return record
+
+    def commit(
+        self, number: int, plan: GlobalPlan, predicted: Mapping[str, float]
+    ) -> TransitionRecord:
+        self.plan, self.epoch = plan, self.epoch + 1
         record = TransitionRecord(
             step=number, epoch=self.epoch, time_unix_s=now_s(), outcome="committed", reason="",
-            units={}, seconds={"prepare": 1.0}, digest="", predicted=submitted.predicted,
+            units={}, seconds={"prepare": 1.0}, digest="", predicted=predicted,
         )  # fmt: skip
         self.records.write(record)
         self.inbox.inform(epoch=self.epoch)
         self.server.moved_to(self.epoch)
-        self.inbox.answer("committed")
         return record
+
+    def begin_run(self) -> None:
+        """A driver that starts, maybe again, in this run directory."""
+        self.records.write(
+            RunRecord(
+                run_id="run", time_unix_s=now_s(), source="verl", versions={}, world_size=4,
+                plan={},
+            )  # fmt: skip
+        )
 
     def close(self) -> None:
         self.server.close()
@@ -300,6 +321,96 @@ def test_other_settings_begin_a_journal_of_their_own(job: Job, setting: JobSetti
     assert (job.run_dir / "decisions.jsonl.1").exists()
     start = DecisionJournal(job.run_dir).read()[0]
     assert start["setting"]["steps"] == 200
+
+
+@pytest.mark.parametrize("mode", ["observe", "act"])
+def test_a_plan_of_others_is_the_plan_in_force(
+    job: Job, setting: JobSetting, plan: GlobalPlan, mode: str
+) -> None:
+    """A user's or a scheduled transition: neither missed, nor taken for what was proposed."""
+    live = begin(job, setting, mode=mode)
+    job.step(1)
+    live.look()
+    job.inbox.pause(0)  # what is proposed is not executed
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    proposed = decisions(job)[-1]
+    assert proposed["kind"] == "propose"
+    another = starting_plan(setting, 8)
+    job.commit(1, another, {})
+    live.look()
+    assert live._controller.epoch == 1
+    assert live._controller.plan.assignments == another.assignments
+    assert not live._controller.proofs  # nothing was predicted of it
+
+
+def test_a_job_that_is_started_again_is_in_its_own_plan(job: Job, setting: JobSetting) -> None:
+    """And goes on from an earlier step: it is decided for again from there on."""
+    live = begin(job, setting)
+    job.begin_run()
+    start = job.plan
+    job.step(1)
+    live.look()
+    job.commit(1, starting_plan(setting, 8), {})
+    for step in (2, 3, 4):
+        job.step(step)
+        live.look()
+    assert live._controller.plan.assignments != start.assignments
+    # The next driver: the epoch goes on, the plan is that of the configuration.
+    job.plan = start
+    again = begin(job, setting)
+    job.begin_run()
+    again.look()
+    assert again._controller.plan.assignments == start.assignments
+    job.gpus = Gpus(4, 2, 5.0)
+    job.step(2)
+    again.look()
+    assert decisions(job)[-1]["step"] == 2
+
+
+def test_steps_of_another_job_in_its_directory_are_not_learned_from(
+    job: Job, setting: JobSetting
+) -> None:
+    job.begin_run()
+    job.step(1)
+    job.step(2)
+    job.begin_run()
+    live = begin(job, setting)
+    job.step(1, 20.0)
+    live.look()
+    observed = [e for e in DecisionJournal(job.run_dir).read() if e["kind"] == "observation"]
+    assert [one["record"]["step_s"] for one in observed] == [20.0]
+
+
+def test_a_damaged_journal_is_put_aside(job: Job, setting: JobSetting) -> None:
+    (job.run_dir / "decisions.jsonl").write_bytes(b"nothing of the kind\n\n\n")
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    assert decisions(job)
+    assert (job.run_dir / "decisions.jsonl.1").read_bytes().startswith(b"nothing")
+
+
+def test_a_job_that_cannot_say_how_it_is_is_asked_again(job: Job, setting: JobSetting) -> None:
+    live = begin(job, setting)
+    job.step(1)
+    gpus, job.gpus = job.gpus, None  # type: ignore[assignment]
+    live.look()
+    job.gpus = gpus
+    live.look()
+    assert decisions(job)[-1]["step"] == 1
+
+
+def test_nothing_is_proposed_to_another_driver(job: Job, setting: JobSetting) -> None:
+    """The driver is gone and started again while a plan was made."""
+    live = begin(job, setting)
+    job.step(1)
+    live.look()
+    live._parent += 1
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert decisions(job)[-1]["kind"] == "propose"
+    assert not job.inbox.waiting()
 
 
 # -- the process -----------------------------------------------------------------------------------
