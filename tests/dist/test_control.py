@@ -98,10 +98,14 @@ def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], floa
     if rank == 0:
         threading.Thread(target=report).start()
     start = time.monotonic()
-    with pytest.raises(RankLost, match="reported dead") as caught:
+
+    def wait() -> None:
         if agree:
             control.agree("plan", "same", leave=lambda: control.voted_against("step"))
         control.vote("move", True)
+
+    with pytest.raises(RankLost, match="reported dead") as caught:
+        wait()
     over.set()
     return caught.value.ranks, time.monotonic() - start, caught.value.phase
 

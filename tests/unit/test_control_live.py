@@ -120,9 +120,13 @@ class Job:
         """A driver that starts, maybe again, in this run directory."""
         self.records.write(
             RunRecord(
-                run_id="run", time_unix_s=now_s(), source="verl", versions={}, world_size=4,
+                run_id="run",
+                time_unix_s=now_s(),
+                source="verl",
+                versions={},
+                world_size=4,
                 plan={},
-            )  # fmt: skip
+            )
         )
 
     def close(self) -> None:
