@@ -229,16 +229,18 @@ class Controller:
 
     def _learn_step(self, record: StepRecord) -> None:
         self._steps = record.step
-        self._in_force += 1
+        # verl records a step after the transition at its end.
+        before = record.epoch < self.epoch
+        self._in_force += not before
         metrics, layouts = observed_of(record)
         mean = metrics.get("response_length/mean")
-        if not mean or record.step_s <= 0:
+        if not mean or record.alone_s <= 0:
             return
         self.lengths.observe(mean)
         self.lifetime.steps += 1
         rate = 0.2 if self._step_s else 1.0
-        self._step_s += rate * (min(record.step_s, 3 * (self._step_s or math.inf)) - self._step_s)
-        if any(
+        self._step_s += rate * (min(record.alone_s, 3 * (self._step_s or math.inf)) - self._step_s)
+        if before or any(
             layouts[stage.model] != one.layout
             for stage, one in self.plan.assignments.items()
             if stage.model in layouts and stage is not ModelStage.ACTOR_GENERATE
@@ -252,10 +254,10 @@ class Controller:
         self.learned.observe(
             self.plan.assignments, made, measured, float(allocated) if allocated else None
         )
-        self.books.step(self.plans, self.plan, mean, record.step_s, self._gpus)
+        self.books.step(self.plans, self.plan, mean, record.alone_s, self._gpus)
         for proof in self.proofs:
             if proof.open and proof.plan.assignments == self.plan.assignments:
-                proof.observe(self.plans, mean, record.step_s, self.config.confidence)
+                proof.observe(self.plans, mean, record.alone_s, self.config.confidence)
                 if not proof.open:
                     self._write("proof", {"proof": proof.to_dict()})
         if self._in_force >= SETTLED:

@@ -18,8 +18,6 @@ from nereus_plugins.trace.record import (
     read_records,
 )
 
-# verl's own timer of a step holds the transition at its boundary; figures of steps leave it out.
-TRANSITION_TIMER = "nereus_transition"
 SIMULATOR = "simulator"
 # Metrics of a step: its ranks, where they can change; the mean score of its responses; what a
 # controller added to it.
@@ -95,7 +93,7 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
     for record in committed:
         for phase, spent in record.seconds.items():
             stall[phase] = stall.get(phase, 0.0) + spent
-    alone_s = np.array([step_s(r) for r in steps])
+    alone_s = np.array([r.alone_s for r in steps])
     begin_s = steps[0].time_unix_s - steps[0].step_s
     run_s = steps[-1].time_unix_s - begin_s
     tokens = {r.step: r.tokens.get("total", 0) for r in steps}
@@ -133,11 +131,6 @@ def figures(records: Iterable[Record], last_step: int | None = None) -> dict[str
         "controller_s_max": max(controller_s, default=None),
         "reward_last": _reward_last(steps),
     }
-
-
-def step_s(record: StepRecord) -> float:
-    """Seconds of a step, a transition inside of it left out."""
-    return record.step_s - record.stages_s.get(TRANSITION_TIMER, 0.0)
 
 
 def by_part(seconds: Mapping[str, float]) -> dict[str, float]:

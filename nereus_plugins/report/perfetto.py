@@ -10,9 +10,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
+from nereus_plugins.trace.record import (
+    TRANSITION_TIMER,
+    Record,
+    RunRecord,
+    StepRecord,
+    TransitionRecord,
+)
 
-from .figures import TRANSITION_TIMER, WORLD_SIZE, source_of
+from .figures import WORLD_SIZE, source_of
 from .series import STAGES
 from .timeline import JOB, bars
 

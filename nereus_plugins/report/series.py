@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_plugins.trace.record import Record, RunRecord, StepRecord, TransitionRecord
+from nereus_plugins.trace.record import (
+    TRANSITION_TIMER,
+    Record,
+    RunRecord,
+    StepRecord,
+    TransitionRecord,
+)
 from nereus_plugins.trace.show import layout_text
 
-from .figures import REWARD, TRANSITION_TIMER, WORLD_SIZE, source_of, step_s
+from .figures import REWARD, WORLD_SIZE, source_of
 
 Column = NDArray[np.float64]
 
@@ -107,7 +113,7 @@ def _columns(
     peaks = [r.memory_bytes.get("reserved", r.memory_bytes.get("allocated")) for r in steps]
     memory = np.array([peak or np.nan for peak in peaks], float)  # 0: nothing was counted
     return {
-        "step_s": np.array([step_s(r) for r in steps], float),
+        "step_s": np.array([r.alone_s for r in steps], float),
         "response_mean": metric("response_length/mean"),
         "response_max": metric("response_length/max"),
         "gpus_used": used,
@@ -137,7 +143,7 @@ def _stages(
 ) -> dict[str, float]:
     out = dict.fromkeys((*STAGES, OTHER_STAGE), 0.0)
     for record in steps:
-        rest = step_s(record)
+        rest = record.alone_s
         # Stages that run side by side take together what the step took.
         each = {n: record.stages_s[n] for n in STAGES if record.stages_s.get(n, 0.0) > 0}
         scale = min(1.0, rest / total) if (total := sum(each.values())) else 1.0

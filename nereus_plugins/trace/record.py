@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
+TRANSITION_TIMER = "nereus_transition"  # a stage of the step at whose boundary one ran
 
 
 class RecordError(ValueError):
@@ -118,6 +119,11 @@ class StepRecord(Record):
     memory_bytes: Mapping[str, int]
     metrics: Mapping[str, float]
     plan: Mapping[str, Any]
+
+    @property
+    def alone_s(self) -> float:
+        """Its seconds without a transition, which the framework's timer of a step holds."""
+        return self.step_s - self.stages_s.get(TRANSITION_TIMER, 0.0)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.sim.nereus import Nereus
 from nereus_plugins.sim.run import through
 from nereus_plugins.sim.world import World
-from nereus_plugins.spec import LengthDistribution, SpecError
+from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError
 from nereus_plugins.trace.conditions import Setting, Trace
+from nereus_plugins.trace.record import StepRecord
 
 SETTING = Setting(
     JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
@@ -285,3 +286,34 @@ def test_decisions_are_shown_with_their_reasons(
     assert json.loads(capsys.readouterr().out)["decisions"][0]["kind"] == "stay"
     assert main(["decisions", str(tmp_path / "nowhere")]) == 2
     assert "there is no such run" in capsys.readouterr().err
+
+
+def test_a_step_that_is_recorded_after_a_transition_is_of_the_plan_before() -> None:
+    """As verl does, whose timer of that step holds the transition."""
+    one = trace()
+    setting = setting_of(one)
+    plan = starting_plan(setting, 16)
+    controller = Controller(setting, ControllerConfig(), plan, 0)
+    layout = plan.assignments[ModelStage.ACTOR_TRAIN].layout.to_dict()
+
+    def step(number: int, epoch: int, stall_s: float = 0.0) -> StepRecord:
+        stages = {"gen": 5.0, "update_actor": 4.0, "old_log_prob": 1.0}
+        return StepRecord(
+            step=number, epoch=epoch, time_unix_s=float(number), step_s=10.0 + stall_s,
+            stages_s=stages | {"nereus_transition": stall_s}, tokens={}, samples=256,
+            memory_bytes={}, metrics={"response_length/mean": 400.0}, plan={"actor": layout},
+        )  # fmt: skip
+
+    controller.observe(step(1, 0))
+    assert controller.learned.steps == 1
+    other = next(iter(controller.plans.with_other_knobs(plan, 400.0)))
+    controller.adopt(other, 1)
+    controller.observe(step(2, 0, stall_s=15.0))
+    assert controller.learned.steps == 1
+    assert controller.lengths.seen == 2  # which no plan changes
+    state = controller.to_dict()
+    assert state["in_force"] == 0
+    assert state["step_s"] == 10.0
+    controller.observe(step(3, 1))
+    assert controller.learned.steps == 2
+    assert controller.to_dict()["in_force"] == 1
