@@ -1,8 +1,8 @@
 """Policies that change while the job runs, and lack one thing each that Nereus has.
 
-restart_elastic  the planner's best for the GPUs and lengths of now, taken by checkpoint and restart
-threshold        the same plans by transitions, when a rule says so; their cost is not asked
-verl_dynamic     verl_tuned; engines join on GPUs that training does not use, and leave
+threshold     the planner's best for the GPUs and lengths of now, by transitions, when a rule says
+              so; their cost is not asked
+verl_dynamic  verl_tuned; engines join on GPUs that training does not use, and leave
 """
 
 from __future__ import annotations
@@ -82,40 +82,6 @@ class Replanning:
         if failure.kind != "gpus":
             self.memory *= LESS_MEMORY
         return self.best(job.available())
-
-
-class RestartElastic:
-    """Restarts in the best plan at once where it must leave the one in force; else once what was
-    missed by not being in it exceeds what the restart costs."""
-
-    name = "restart_elastic"
-
-    def __init__(self, planning: Planning) -> None:
-        self.plans = Replanning(self.name, planning)
-        self.missed = Missed()
-
-    def start(self, known: Known) -> GlobalPlan:
-        self.missed = Missed()
-        return self.plans.begin(known)
-
-    def decide(self, job: SimulatedJob) -> Decision | None:
-        self.plans.observe(job)
-        now, world = job.describe(), job.world
-        target = self.plans.find(job.available())
-        if target is None or target.assignments == now.assignments:
-            return None
-        if self.plans.must_leave(job):
-            self.missed = Missed()
-            return Decision(target, restart=True)
-        cost_s = world.checkpoint_s(now) + sum(world.start_s(target).values())
-        pays = self.missed.pays(job, target, self.plans.planning, cost_s)
-        return Decision(target, restart=True) if pays else None
-
-    def refused(self, job: SimulatedJob, decision: Decision) -> None:
-        pass  # it makes no transitions
-
-    def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
-        return self.plans.after(failure, job)
 
 
 class Threshold:

@@ -248,7 +248,8 @@ def tuned_choice(world: World, framework: str, run_s: RunS) -> Choice:
         for job in verl_jobs(world.setting.job) if verl else openrlhf_jobs(world.setting.job):
             own = world.of_job(job)
             lengths = own.trace.response_tokens(typical)
-            planning = Planning(own.known._replace(response_tokens=lengths), rules)
+            known = own.known._replace(response_tokens=lengths)
+            planning = Planning(known, rules, own.truth)
             for seconds, plan in promising(own, planning)[:_TRIED]:
                 found.append((seconds, Choice(own, plan, planning)))
         found.sort(key=lambda f: f[0])

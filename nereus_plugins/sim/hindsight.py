@@ -25,12 +25,12 @@ class StaticHindsight(Static):
 
     def __init__(self, world: World, run_s: Callable[[GlobalPlan], float]) -> None:
         """`run_s`: see `hindsight_plan`."""
-        super().__init__("static_hindsight", planning=world.planning())
+        super().__init__("static_hindsight", planning=world.hindsight())
         self._world = world
         self._run_s = run_s
 
     def start(self, known: Known) -> GlobalPlan:
-        self._given = hindsight_plan(self._world, self._world.planning(), self._run_s)
+        self._given = hindsight_plan(self._world, self._world.hindsight(), self._run_s)
         return super().start(known)
 
 
@@ -40,7 +40,8 @@ def hindsight_plan(
     """The plan that, held for the whole trace, takes least time.
 
     Candidates: the planner's best for the numbers of GPUs and the lengths that the trace has, and
-    sized for the longest response. Each is costed on all conditions (lengths to 10 %) with the
+    sized for the longest response, made by `planning` (which knows the truth) and by the planner
+    that does not. Each is costed on all conditions (lengths to 10 %) with the
     truth and without chance; where its GPUs are missing, by what `static` falls back to, restarts
     included. On a trace by wall clock the conditions are those that the planner's first plan meets.
     The best of them, and static's own, are then run.
@@ -51,7 +52,7 @@ def hindsight_plan(
     Raises: SpecError: no plan gets through the trace.
     """
     tried = [plan for _, plan in promising(world, planning)[:_FINALISTS]]
-    own = planning.sized(world.known.gpus)
+    own = world.planning(planning.rules).sized(world.known.gpus)
     if own is not None and own not in tried:
         tried.append(own)
     taken = {plan: run_s(plan) for plan in tried}
@@ -70,7 +71,9 @@ def promising(world: World, planning: Planning) -> list[tuple[float, GlobalPlan]
     sizes = {counts[0], *(ordered[i] for i in _spread(len(ordered), _SIZES))}
     lengths = [trace.response_tokens(means[i]) for i in _spread(len(means), _LENGTHS)]
     lengths.append(planning.sized_lengths())
-    found = (planning.best(size, one) for size in sorted(sizes) for one in lengths)
+    planners = (planning, world.planning(planning.rules))
+    asked = ((who, size, one) for who in planners for size in sorted(sizes) for one in lengths)
+    found = (who.best(size, one) for who, size, one in asked)
     candidates = dict.fromkeys(plan for plan in found if plan is not None)
     costs = _Costs(world, planning, list(_stretches(counts, trace.mean_response_tokens)))
     return sorted(((costs.total_s(plan), plan) for plan in candidates), key=lambda c: c[0])

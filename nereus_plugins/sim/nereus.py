@@ -1,4 +1,5 @@
-"""The policy `nereus`: the controller of live jobs, on what a live job would tell it."""
+"""The policy `nereus`: the controller of live jobs, on what a live job would tell it; and what is
+left of it where every change is a checkpoint and a restart."""
 
 from __future__ import annotations
 
@@ -82,3 +83,17 @@ class Nereus:
         except (InfeasibleTransition, SpecError):
             return None
         return TransitionEstimate(cost.seconds, cost.digest)
+
+
+class RestartElastic(Nereus):
+    """The same controller and plans; it knows that a change takes a checkpoint and a restart."""
+
+    name = "restart_elastic"
+
+    def decide(self, job: SimulatedJob) -> Decision | None:
+        found = super().decide(job)
+        return None if found is None else found._replace(restart=True)
+
+    def _transition(self, old: GlobalPlan, new: GlobalPlan) -> TransitionEstimate | None:
+        seconds = {"save": self.world.checkpoint_s(old), **self.world.start_s(new)}
+        return TransitionEstimate(seconds, "")

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from nereus_plugins import __version__
-from nereus_plugins.cost.estimate import estimate
+from nereus_plugins.cost.estimate import Calibration, estimate
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Capabilities, StageCapability
 from nereus_plugins.planner import Planned, plan
@@ -55,11 +55,20 @@ class Rules(NamedTuple):
 
 
 class Planning:
-    """The planner of one job, uncalibrated; answers are kept."""
+    """The planner of one job; answers are kept.
 
-    def __init__(self, known: Known, rules: Rules = Rules()) -> None:  # noqa: B008
+    truth: what it is calibrated with where it plans in hindsight; else it is not calibrated.
+    """
+
+    def __init__(
+        self,
+        known: Known,
+        rules: Rules = Rules(),  # noqa: B008
+        truth: Calibration | None = None,
+    ) -> None:
         self.known = known
         self.rules = rules
+        self.truth = truth
         # By GPUs and memory: what re-planning for other lengths begins from.
         self._last: dict[tuple[int, float], Planned] = {}
         self._iteration_s: dict[tuple[object, LengthDistribution], float] = {}
@@ -86,6 +95,7 @@ class Planning:
                     setting.job,
                     cluster,
                     setting.workload(response_tokens),
+                    self.truth,
                     gpus=gpus,
                     capabilities=dataclasses.replace(
                         capabilities_of(setting.job), colocated=self.rules.colocated
@@ -135,7 +145,7 @@ class Planning:
         if key not in self._iteration_s:
             setting = self.known.setting
             workload = setting.workload(response_tokens)
-            result = estimate(setting.job, chosen, setting.cluster, workload)
+            result = estimate(setting.job, chosen, setting.cluster, workload, self.truth)
             self._iteration_s[key] = result.iteration_s
         return self._iteration_s[key]
 
@@ -157,7 +167,7 @@ class Planning:
         setting = self.known.setting
         workload = setting.workload(response_tokens)
         try:
-            result = estimate(setting.job, chosen, setting.cluster, workload)
+            result = estimate(setting.job, chosen, setting.cluster, workload, self.truth)
         except SpecError:
             return None
         part = memory * (1.0 - MARGIN)

@@ -20,7 +20,7 @@ from nereus_plugins.trace.record import RecordWriter, StepRecord, TransitionReco
 from . import elastic, frameworks
 from .hindsight import StaticHindsight
 from .job import Failure, SimulatedJob
-from .nereus import Nereus
+from .nereus import Nereus, RestartElastic
 from .oracle import Oracle
 from .policies import Decision, DPScaling, Elsewhere, Policy, Static
 from .world import World
@@ -30,14 +30,14 @@ POLICIES: Mapping[str, Callable[[World], Policy | Elsewhere]] = {
     "static": lambda world: Static(planning=world.planning()),
     "dp_scaling": lambda world: DPScaling(world.planning()),
     "static_hindsight": lambda world: StaticHindsight(
-        world, lambda plan: _run_s(world, Static("held", plan, world.planning()))
+        world, lambda plan: _run_s(world, Static("held", plan, world.hindsight()))
     ),
     "verl_static": lambda world: frameworks.untuned(world, "verl_static", "verl"),
     "verl_tuned": lambda world: frameworks.tuned(world, "verl_tuned", "verl", _run_s),
     "verl_dynamic": lambda world: elastic.verl_dynamic(world, _run_s),
     "openrlhf_default": lambda world: frameworks.untuned(world, "openrlhf_default", "openrlhf"),
     "openrlhf_tuned": lambda world: frameworks.tuned(world, "openrlhf_tuned", "openrlhf", _run_s),
-    "restart_elastic": lambda world: elastic.RestartElastic(world.planning()),
+    "restart_elastic": lambda world: RestartElastic(world),
     "threshold": lambda world: elastic.Threshold(world.planning()),
     "nereus": Nereus,
     "oracle": lambda world: Oracle(world, lambda: _run_others(world)),
@@ -52,7 +52,7 @@ SUMMARIES: Mapping[str, str] = {
     "verl_dynamic": "verl_tuned, with rollout replicas on GPUs that come and go",
     "openrlhf_default": "OpenRLHF's own example, held",
     "openrlhf_tuned": "the best plan OpenRLHF can be launched in, with hindsight, held",
-    "restart_elastic": "the planner's best for each condition, by checkpoint and restart",
+    "restart_elastic": "nereus, where every change is a checkpoint and a restart",
     "threshold": "the same by transitions, when a rule says so",
     "nereus": "the controller of live jobs",
     "oracle": "the best sequence of plans, everything known; and the bound without transitions",

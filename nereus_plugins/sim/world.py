@@ -58,6 +58,12 @@ class World:
             self._planning[rules] = Planning(self.known, rules)
         return self._planning[rules]
 
+    def hindsight(self) -> Planning:
+        """The planner that knows what is hidden."""
+        if "hindsight" not in self._planning:
+            self._planning["hindsight"] = Planning(self.known, truth=self.truth)
+        return self._planning["hindsight"]
+
     def of_job(self, job: JobSpec) -> World:
         """The same conditions, truth and chance for a job that another framework runs."""
         if job == self.setting.job:

@@ -16,8 +16,9 @@ from nereus_plugins.job import Gpus, Proposal
 from nereus_plugins.sim import oracle as clairvoyant
 from nereus_plugins.sim import run as running
 from nereus_plugins.sim.constants import Constants
-from nereus_plugins.sim.elastic import RestartElastic, Threshold, VerlDynamic
+from nereus_plugins.sim.elastic import Threshold, VerlDynamic
 from nereus_plugins.sim.job import SimulatedJob
+from nereus_plugins.sim.nereus import RestartElastic
 from nereus_plugins.sim.policies import Elsewhere, Static
 from nereus_plugins.sim.truth import NO_SURPRISE
 from nereus_plugins.sim.world import World
@@ -69,7 +70,7 @@ def test_every_policy_has_a_line_in_the_help(capsys: pytest.CaptureFixture[str])
 
 def test_elastic_policies_take_the_same_plans_and_pay_differently() -> None:
     world = World(trace(), truth=NO_SURPRISE)
-    restarts = job_of(world, RestartElastic(world.planning()))
+    restarts = job_of(world, RestartElastic(world))
     moves = [r for r in restarts.records if isinstance(r, TransitionRecord)]
     assert moves
     assert all("relaunch" in r.seconds for r in moves)
@@ -82,10 +83,10 @@ def test_elastic_policies_take_the_same_plans_and_pay_differently() -> None:
     assert quick.elapsed_s < restarts.elapsed_s
     # Cheap restarts are taken at once when more GPUs come, dear ones never.
     dear = World(trace(), truth=NO_SURPRISE, constants=Constants(relaunch_s=3600.0))
-    least = job_of(dear, RestartElastic(dear.planning()))
+    least = job_of(dear, RestartElastic(dear))
     assert least.describe().devices[-1] == 3
     cheap = World(trace(), truth=NO_SURPRISE, constants=Constants(relaunch_s=0.0))
-    assert job_of(cheap, RestartElastic(cheap.planning())).describe().devices[-1] == 15
+    assert job_of(cheap, RestartElastic(cheap)).describe().devices[-1] == 15
 
 
 def test_elastic_plans_leave_before_memory_runs_out() -> None:
@@ -101,7 +102,7 @@ def test_elastic_plans_leave_before_memory_runs_out() -> None:
     first = world.planning().best(8, grows.response_tokens(means[0] * 1.15))
     assert first is not None
     assert not world.true_estimate(first, tight.workload(grows.response_tokens(means[-1]))).fits
-    for policy in (RestartElastic(world.planning()), Threshold(world.planning())):
+    for policy in (RestartElastic(world), Threshold(world.planning())):
         assert job_of(world, policy).describe() != first
 
 
