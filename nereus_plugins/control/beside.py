@@ -45,7 +45,7 @@ class Launch(Record):
 
     def write(self, run_dir: Path) -> None:
         """Raises: OSError."""
-        files.replace(run_dir / FILE, [self.to_json()])
+        files.replace(run_dir / FILE, [self.to_json()], private=True)
 
     @classmethod
     def read(cls, run_dir: Path) -> Launch:

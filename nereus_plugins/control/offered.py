@@ -57,7 +57,7 @@ class Offered(Record):
 
     def write(self, run_dir: Path) -> None:
         """Raises: OSError."""
-        files.replace(run_dir / FILE, [json.dumps(self.to_dict())])
+        files.replace(run_dir / FILE, [json.dumps(self.to_dict())], private=True)
 
     @classmethod
     def read(cls, run_dir: Path) -> Offered:

@@ -20,11 +20,15 @@ def check_out(path: Path, option: str) -> None:
         raise SpecError(f"{option} {path}: {path.parent} cannot be written to: give another")
 
 
-def replace(path: Path, parts: Iterable[str]) -> None:
-    """Write a text; the file is there whole or as it was before. Raises: OSError."""
+def replace(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
+    """Write a text; the file is there whole or as it was before. private: its owner's only.
+
+    Raises: OSError.
+    """
     beside = path.with_name(path.name + ".part")
+    mode = 0o600 if private else 0o666
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with open(beside, "w", encoding="utf-8", opener=lambda p, f: os.open(p, f, mode)) as file:
             file.writelines(parts)
         os.replace(beside, path)
     except BaseException:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -258,6 +259,10 @@ def test_only_act_submits(job: Job, setting: JobSetting, mode: str) -> None:
     assert not job.inbox.waiting()
     assert decisions(job)[-1]["kind"] == "propose"
     assert (job.run_dir / "proposal.json").exists() == (mode == "advise")
+    # Model, plans and what runs where are no one else's business.
+    for name in ("controller.json", "proposal.json", "decisions.jsonl"):
+        if (file := job.run_dir / name).exists():
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_what_was_advised_is_executed_once_approved(

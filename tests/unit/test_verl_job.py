@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nereus_verl import background, preflight, stamp
+from nereus_verl import background, preflight, setting, stamp
 from nereus_verl.background import Started, Window
 from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import Change, staying
 
 from nereus_plugins.control.client import Client, NoLiveJob
+from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.gtg.journal import Journal
 from nereus_plugins.job import Proposal
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
@@ -54,6 +56,10 @@ class NoRanks:
     current = ()
     groups = ()
     names = ()
+    trainer = SimpleNamespace(total_training_steps=10)
+
+    def in_cluster(self) -> int:
+        return 4
 
     def __len__(self) -> int:
         return 4
@@ -93,6 +99,24 @@ def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / "run")) == [record]
     assert run.layout("actor") == Layout(tp=4)
     assert run.at_boundary(3) is None
+
+
+def test_a_job_that_the_controller_cannot_plan_for_runs_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = checked(tmp_path, {})
+    nereus = dataclasses.replace(found.nereus, controller=ControllerConfig())
+    run = VerlJob(dataclasses.replace(found, nereus=nereus), NoRanks())
+    device = {"name": "cpu", "memory_bytes": 1 << 30}
+    monkeypatch.setattr(run, "_call", lambda ranks, *_: [device])
+
+    def job_setting(*_: Any) -> Any:
+        raise SpecError("JobSpec: a model that no table has")
+
+    monkeypatch.setattr(setting, "job_setting", job_setting)
+    run._begin_controller()
+    assert "no controller: JobSpec: a model" in capsys.readouterr().out
+    assert run.controller_ms() is None
 
 
 def execute_at_once(run: VerlJob, monkeypatch: pytest.MonkeyPatch) -> None:

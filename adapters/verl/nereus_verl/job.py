@@ -511,21 +511,21 @@ class VerlJob:
         (device,) = self._call(self._ranks.current[:1], "device", worker.device)
         if not device["memory_bytes"]:  # of a CPU without a budget: the host's, shared
             device["memory_bytes"] = worker.host_bytes() // len(self._ranks)
-        launch = Launch(
-            setting.job_setting(
-                checked,
-                self.capabilities(),
-                device,
-                max(self._ranks.in_cluster(), checked.most_ranks()),
-                int(self._ranks.trainer.total_training_steps),
-            ),
-            checked.nereus.controller,
-            self.describe(),
-            self._epoch,
-        )
         try:
+            launch = Launch(
+                setting.job_setting(
+                    checked,
+                    self.capabilities(),
+                    device,
+                    max(self._ranks.in_cluster(), checked.most_ranks()),
+                    int(self._ranks.trainer.total_training_steps),
+                ),
+                checked.nereus.controller,
+                self.describe(),
+                self._epoch,
+            )
             launch.write(checked.run_dir)
-        except OSError as error:
+        except (OSError, SpecError) as error:
             say(f"no controller: {error}")
             return
         self._beside = Beside(checked.run_dir, say)
