@@ -68,6 +68,13 @@ def test_what_does_not_fit_raises_as_on_an_accelerator(device: Any) -> None:
     engine.train_batch(1)  # it has been given back
 
 
+def test_a_model_on_the_meta_device_takes_nothing(device: Any) -> None:
+    described = torch.empty(1 << 26, device="meta")
+    engine = device.engine(256)
+    engine.train_batch(1)
+    assert device.memory_allocated() < 16 * MIB < described.nbytes
+
+
 def test_numbers_are_the_same(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     engine = device.engine(256)

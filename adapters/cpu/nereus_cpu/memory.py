@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nereus_cpu.checks import CpuPlatformError, expect
 
 VARIABLE = "NEREUS_CPU_MEMORY_BUDGET_MIB"
-# Methods of verl's engines that run a pass, and all operators of the optimizer step.
+# Methods of verl's engines that run a pass, an optimizer step included.
 _PASSES = ("train_batch", "infer_batch")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WARM = 512
@@ -85,7 +85,8 @@ class Counter:
         gc.collect()
         self._libc.malloc_trim(0)
         plain = (torch.Tensor, torch.nn.Parameter)
-        held = [one.untyped_storage() for one in gc.get_objects() if type(one) in plain]
+        tensors = [one for one in gc.get_objects() if type(one) in plain]
+        held = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
         storages = {storage.data_ptr(): storage.nbytes() for storage in held}
         self._begin = self._process() - sum(storages.values())
         if first:
