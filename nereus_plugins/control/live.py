@@ -56,7 +56,6 @@ class Live:
         self._launch = Launch.read(run_dir)
         self._records = NewRecords(run_dir)
         self._controller, self._seen = _begin(run_dir, self._launch)
-        self._epoch = self._controller.epoch  # whose plan the controller knows
         self._step = 0
         self._decided: tuple[int, Gpus] | None = None  # for which step and GPUs
         self._offered = _offered(run_dir)
@@ -109,17 +108,7 @@ class Live:
             if self._seen:  # before this process began
                 self._seen -= 1
                 continue
-            if isinstance(record, TransitionRecord) and record.outcome == "committed":
-                if self._is_offered(record):
-                    self._epoch = record.epoch
-                else:
-                    self._controller.not_taken()
             self._controller.observe(record)
-
-    def _is_offered(self, record: TransitionRecord) -> bool:
-        """Whether a transition is to what the controller wants now, not a user's or scheduled."""
-        wanted = self._controller.pending
-        return wanted is not None and dict(record.predicted) == _predicted(wanted)
 
     def _follow(self, job: dict[str, Any]) -> None:
         """What the job's answer says of a plan that was submitted, and of its plan in force."""
@@ -132,11 +121,11 @@ class Live:
                     self._refused(answered["reason"], by_plan=answered.get("by_plan", False))
                 self._learn()  # a transition is recorded before it is answered
         plan, epoch = job.get("global_plan"), int(job["job"]["epoch"])
-        if epoch != self._epoch:
-            self._learn()  # it is recorded before the job says so
-        if plan is not None and epoch != self._epoch and self._submitted is None:
+        if plan is None or epoch == self._controller.epoch or self._submitted is not None:
+            return
+        self._learn()  # an approved proposal is taken up by its record; others' plans as they are
+        if epoch != self._controller.epoch:
             self._controller.adopt(GlobalPlan.from_dict(plan), epoch)
-            self._epoch = epoch
 
     # -- proposing --------------------------------------------------------------------------------
 
@@ -152,7 +141,7 @@ class Live:
             plan=decision.plan,
             digest=decision.digest,
             reason=decision.reason,
-            predicted=_predicted(decision),
+            predicted=decision.predicted(),
             forced=decision.forced,
         )
         self._offered = offered
@@ -183,6 +172,7 @@ class Live:
                 units={},
                 seconds={},
                 digest="",
+                predicted={} if self._offered is None else self._offered.predicted,
             )
         )
 
@@ -257,15 +247,6 @@ def _known(run_dir: Path, observed: list[dict[str, Any]]) -> int:
 def _identity(record: Record) -> tuple[str, float]:
     fields = record.to_dict()
     return fields["schema"], fields["time_unix_s"]
-
-
-def _predicted(decision: Decision) -> dict[str, float]:
-    """See `TransitionRecord.predicted`."""
-    numbers = decision.numbers
-    if numbers is None:
-        return {}
-    names = ("transition_s", "step_s", "new_step_s", "saving_s", "steps", "confidence")
-    return {name: float(getattr(numbers, name)) for name in names}
 
 
 def _offered(run_dir: Path) -> Offered | None:

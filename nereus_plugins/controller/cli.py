@@ -51,9 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             for entry in entries
             if entry["kind"] == "decision"
         ]
-        proofs = {
-            entry["proof"]["step"]: entry["proof"] for entry in entries if entry["kind"] == "proof"
-        }
+        proofs = [entry["proof"] for entry in entries if entry["kind"] == "proof"]
     except (SpecError, DecisionJournalError, OSError, KeyError, TypeError) as error:
         print(f"nereus decisions: {error}", file=sys.stderr)
         return 2
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         decisions = [one for one in decisions if one.kind == "propose"]
     if args.json:
         shown = [one.to_dict() for one in decisions]
-        print(json.dumps({"decisions": shown, "proofs": list(proofs.values())}))
+        print(json.dumps({"decisions": shown, "proofs": proofs}))
         return 0
     for line in text(decisions, proofs, alternatives=args.alternatives):
         print(line)
@@ -71,11 +69,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def text(
-    decisions: Sequence[Decision], proofs: Mapping[int, Mapping[str, Any]], *, alternatives: bool
+    decisions: Sequence[Decision], proofs: Sequence[Mapping[str, Any]], *, alternatives: bool
 ) -> Iterator[str]:
-    """The table. proofs: by the step after which their transition happened."""
+    """The table. A proof stands beside the last decision that proposed its plan in its epoch."""
+    proved = {}
+    for proof in proofs:
+        of = [at for at, one in enumerate(decisions) if _proves(proof, one)]
+        if of:
+            proved[of[-1]] = proof
     yield f"{'step':>6} {'GPUs':>5} {'tokens':>7}  decision"
-    for one in decisions:
+    for at, one in enumerate(decisions):
         what = "propose" if one.plan is not None else "stay"
         forced = " (forced)" if one.forced else ""
         yield (
@@ -86,8 +89,8 @@ def text(
             yield f"{'':22}{layouts(one.plan)}"
             if one.numbers is not None:
                 yield f"{'':22}{numbers_text(one.numbers)}"
-            if one.step in proofs:
-                yield f"{'':22}{proof_text(proofs[one.step])}"
+            if at in proved:
+                yield f"{'':22}{proof_text(proved[at])}"
         for other in one.alternatives if alternatives else ():
             yield f"{'':22}not {layouts(other.plan)}: {other.reason}"
 
@@ -110,6 +113,14 @@ def numbers_text(numbers: Numbers) -> str:
         f"step {numbers.step_s:.1f} -> {numbers.new_step_s:.1f} s, transition {costs}"
         + (f" ({parts})" if parts else "")
         + f", memory {100 * numbers.memory:.0f} %"
+    )
+
+
+def _proves(proof: Mapping[str, Any], decision: Decision) -> bool:
+    return (
+        decision.plan is not None
+        and decision.epoch == proof["epoch"]
+        and decision.plan.assignments == GlobalPlan.from_dict(proof["plan"]).assignments
     )
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nereus_plugins.cost.calibrate import measured_seconds
@@ -22,6 +22,7 @@ from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     Record,
+    RecordError,
     StepRecord,
     TransitionRecord,
     parse_record,
@@ -33,7 +34,7 @@ from .books import Books
 from .config import ControllerConfig
 from .decision import Alternative, Decision, Numbers
 from .forecast import LengthForecast, Lifetime
-from .journal import DecisionJournal
+from .journal import DecisionJournal, DecisionJournalError
 from .learned import SETTLED, Learned
 from .plans import ANCHOR, GRID, Judged, Plans, fits
 from .proof import Proof, barred
@@ -59,6 +60,8 @@ _CONSIDERED = 4
 _MOST_DWELL = 40
 _BUDGET_AHEAD = 100
 _GRANTED = "beyond the budget, to the plan that would have been best to hold"
+# A job takes up one of so many of the last proposals, or none.
+_TAKEN_UP = 8
 # Of the best plan's gain, what a change of knobs alone must bring to be preferred.
 _MOST = 0.7
 
@@ -124,13 +127,13 @@ class Controller:
         self._steps = 0
         self._in_force = 0
         self._gpus = 0
-        self._preferred: object = None
+        self._preferred: GlobalPlan | None = None
         self._version = 0
         self._weights: dict[ModelStage, float] = {}
         self._known = 0
         self._compared: tuple[object, int] = (None, 0)
-        self._pending: Decision | None = None
-        self._impossible: set[tuple[object, object]] = set()
+        self._proposed: list[Decision] = []
+        self._impossible: dict[tuple[object, object], tuple[GlobalPlan, GlobalPlan]] = {}
         self._since_state = 0
         self._said: object = None
         self._write(
@@ -143,8 +146,8 @@ class Controller:
     def observe(self, record: Record) -> None:
         """Learn from a finished step or an attempted transition; other records are passed over.
 
-        A committed transition that was proposed here puts the proposed plan in force; any other
-        change of plan has to be told with `adopt`.
+        A committed transition that was proposed here (its record says what was predicted) puts the
+        proposed plan in force; any other change of plan has to be told with `adopt`.
         """
         if isinstance(record, (StepRecord, TransitionRecord)):
             self._write("observation", {"record": record.to_dict()})
@@ -156,21 +159,12 @@ class Controller:
     def adopt(self, plan: GlobalPlan, epoch: int) -> None:
         """The plan and epoch in force, where others changed them; without effect where they are
         known. To be called at a boundary before `decide`."""
+        if epoch == self.epoch and plan.assignments == self.plan.assignments:
+            return
         self.epoch = epoch
         if plan.assignments != self.plan.assignments:
             self._entered(plan)
-            self._write_state()
-
-    @property
-    def pending(self) -> Decision | None:
-        """The proposal that stands; None: to stay."""
-        return self._pending
-
-    def not_taken(self) -> None:
-        """A transition that is observed next was not the one proposed last."""
-        if self._pending is not None:
-            self._pending = None
-            self._write_state()
+        self._write_state()
 
     def decide(self, gpus: Gpus, steps_done: int) -> Decision:
         """In which plan to go on with the step that comes next. Nothing is executed.
@@ -232,9 +226,11 @@ class Controller:
         # verl records a step after the transition at its end.
         before = record.epoch < self.epoch
         self._in_force += not before
+        if record.samples <= 0 or not _is_measured(record.alone_s):
+            return
         metrics, layouts = observed_of(record)
-        mean = metrics.get("response_length/mean")
-        if not mean or record.alone_s <= 0:
+        mean = metrics.get("response_length/mean", 0.0)
+        if not _is_measured(mean):
             return
         self.lengths.observe(mean)
         self.lifetime.steps += 1
@@ -249,10 +245,14 @@ class Controller:
         made = self.plans.estimate(self.plan, mean)
         if made is None:
             return
-        measured = {s: v for s, v in measured_seconds(metrics).items() if s in made.stages}
-        allocated = record.memory_bytes.get("allocated")
+        measured = {
+            stage: seconds
+            for stage, seconds in measured_seconds(metrics).items()
+            if stage in made.stages and _is_measured(seconds)
+        }
+        allocated = float(record.memory_bytes.get("allocated", 0))
         self.learned.observe(
-            self.plan.assignments, made, measured, float(allocated) if allocated else None
+            self.plan.assignments, made, measured, allocated if _is_measured(allocated) else None
         )
         self.books.step(self.plans, self.plan, mean, record.alone_s, self._gpus)
         for proof in self.proofs:
@@ -264,25 +264,36 @@ class Controller:
             self._check_version(made)
 
     def _learn_transition(self, record: TransitionRecord) -> None:
-        pending, self._pending = self._pending, None
+        proposed = self._proposal_of(record)
         stall_s = record.stall_s
         if record.outcome == "committed":
             self.books.stall(stall_s)
             self.learned.calibration.after_transition()
-            self.epoch = record.epoch
-            if pending is not None and pending.plan is not None:
+            if proposed is not None and proposed.plan is not None:
                 self._close_proofs()
-                if pending.reason.startswith(_GRANTED):
+                if proposed.reason.startswith(_GRANTED):
                     self.books.granted += 1
-                if pending.numbers is not None:
-                    parts = pending.numbers.transition_parts_s
+                if proposed.numbers is not None:
+                    parts = proposed.numbers.transition_parts_s
                     self.corrected.observe(sum(parts.values()) / self.corrected.factor, stall_s)
-                    self.proofs.append(Proof.begin(pending, self.plan, self._steps, stall_s))
-                self._entered(pending.plan)
+                    self.proofs.append(Proof.begin(proposed, self.plan, record.step, stall_s))
+                self.epoch = record.epoch
+                self._entered(proposed.plan)
                 self._write_state()
-        elif record.outcome == "aborted" and pending is not None and pending.plan is not None:
+        elif record.outcome == "aborted" and proposed is not None and proposed.plan is not None:
             self.books.stall(stall_s)
-            self._impossible.add((self.plan.assignments, pending.plan.assignments))
+            key = (self.plan.assignments, proposed.plan.assignments)
+            self._impossible[key] = (self.plan, proposed.plan)
+
+    def _proposal_of(self, record: TransitionRecord) -> Decision | None:
+        """The decision whose transition this is; None where others asked for it."""
+        if not record.predicted:
+            return None
+        predicted = dict(record.predicted)
+        for one in reversed(self._proposed):
+            if one.epoch == self.epoch and one.predicted() == predicted:
+                return one
+        return None
 
     def _close_proofs(self) -> None:
         """The plan in force is left: what was measured of it must do."""
@@ -301,7 +312,7 @@ class Controller:
     def _entered(self, plan: GlobalPlan) -> None:
         self.plan = plan
         self._in_force = 0
-        self._pending = None
+        self._proposed = []
 
     def _check_version(self, made: Estimate) -> None:
         """Searches are made again when what was learned could change what they find: a layout has
@@ -323,7 +334,9 @@ class Controller:
 
     def _note(self, decision: Decision) -> None:
         """What a decision changes of what is known here; also where it is read from the journal."""
-        self._pending = decision if decision.kind == "propose" else None
+        if decision.kind == "propose":
+            brief = dataclasses.replace(decision, alternatives=())
+            self._proposed = [*self._proposed, brief][-_TAKEN_UP:]
         self._steps, self._gpus = decision.step, decision.gpus
         compared = [(one.plan, one.numbers) for one in decision.alternatives]
         if decision.plan is not None and decision.numbers is not None:
@@ -335,10 +348,9 @@ class Controller:
             if numbers.saving_s > 0:
                 self.books.know(plan)
         fastest = compared[0][0] if compared[0][1].saving_s > 0 else self.plan
-        preferred = _layouts(fastest)
-        if self._preferred is not None and preferred != self._preferred:
+        if self._preferred is not None and _layouts(fastest) != _layouts(self._preferred):
             self.lifetime.changes += 1
-        self._preferred = preferred
+        self._preferred = fastest
 
     # Deciding.
 
@@ -389,6 +401,8 @@ class Controller:
         full = memory > FULL
         if left == 0:
             return decision("stay", "the run is done")
+        if math.isinf(now.step_s) and not gone:
+            return decision("stay", "the cost model cannot say what the plan in force takes")
         if not (gone or full):
             if not self.lengths.seen:
                 return decision("stay", "no step was observed yet")
@@ -628,8 +642,8 @@ class Controller:
         )  # fmt: skip
         if decision.kind == "stay" and says == self._said:
             return
-        self._said = says
         self._write("decision", {"decision": decision.to_dict(), "time_unix_s": self._clock()})
+        self._said = says
 
     def _write_state(self) -> None:
         self._since_state = 0
@@ -645,6 +659,11 @@ class Controller:
             "books": self.books.to_dict(),
             "corrected": dataclasses.asdict(self.corrected),
             "proofs": [proof.to_dict() for proof in self.proofs],
+            "proposed": [decision.to_dict() for decision in self._proposed],
+            "impossible": [
+                [old.to_dict(), new.to_dict()] for old, new in self._impossible.values()
+            ],
+            "preferred": self._preferred.to_dict() if self._preferred is not None else None,
             "step_s": self._step_s,
             "steps": self._steps,
             "in_force": self._in_force,
@@ -662,13 +681,30 @@ class Controller:
         """The controller that wrote this journal, as it was: what it learned, what it tried and
         left, its budget. Records since its last state are learned from again.
 
-        Raises: DecisionJournalError: a journal that is damaged, or has no beginning; OSError.
+        Raises: DecisionJournalError: a journal that is damaged, has no beginning, or is not this
+            version's; OSError.
         """
-        from .journal import DecisionJournalError
-
         entries = journal.read()
-        if not entries or entries[0]["kind"] != "start":
+        starts = [i for i, entry in enumerate(entries) if entry["kind"] == "start"]
+        if not starts:
             raise DecisionJournalError(f"{journal.path}: no controller has begun in it")
+        try:
+            made = cls._replayed(entries[starts[-1] :], clock, transitions)
+        except (SpecError, RecordError, KeyError, TypeError, ValueError) as error:
+            raise DecisionJournalError(
+                f"{journal.path}: cannot be resumed from: {error!r}"
+            ) from None
+        made._journal = journal
+        return made
+
+    @classmethod
+    def _replayed(
+        cls,
+        entries: Sequence[Mapping[str, Any]],
+        clock: Callable[[], float],
+        transitions: Estimator | None,
+    ) -> Controller:
+        """From what one controller wrote, its beginning first."""
         first = entries[0]
         made = cls(
             JobSetting.from_dict(first["setting"]),
@@ -689,7 +725,6 @@ class Controller:
                 made._learn(record)
             elif entry["kind"] == "decision":
                 made._note(Decision.from_dict(entry["decision"]))
-        made._journal = journal
         return made
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -702,6 +737,12 @@ class Controller:
         self.books = Books.from_dict(state["books"])
         self.corrected = Corrected(**state["corrected"])
         self.proofs = [Proof.from_dict(one) for one in state["proofs"]]
+        self._proposed = [Decision.from_dict(one) for one in state["proposed"]]
+        for old_, new_ in state["impossible"]:
+            old, new = GlobalPlan.from_dict(old_), GlobalPlan.from_dict(new_)
+            self._impossible[old.assignments, new.assignments] = (old, new)
+        preferred = state["preferred"]
+        self._preferred = GlobalPlan.from_dict(preferred) if preferred is not None else None
         self._step_s = float(state["step_s"])
         self._steps = int(state["steps"])
         self._in_force = int(state["in_force"])
@@ -725,6 +766,11 @@ def starting_plan(setting: JobSetting, gpus: int) -> GlobalPlan:
     if not found:
         raise SpecError(f"no plan fits {gpus} GPUs with responses of {high:.0f} tokens")
     return min(found, key=lambda one: plans.judge(one, mean).step_s)
+
+
+def _is_measured(value: float) -> bool:
+    """Whether there is something to learn from a number of a record."""
+    return math.isfinite(value) and value > 0
 
 
 def _layouts(plan: GlobalPlan) -> object:

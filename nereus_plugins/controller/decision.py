@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from nereus_plugins.spec import GlobalPlan, Record
@@ -83,3 +84,10 @@ class Decision(Record):
             (self.plan is not None) == (self.kind == "propose"),
             "Decision.plan is what is proposed: a decision to stay has none",
         )
+
+    def predicted(self) -> dict[str, float]:
+        """As the record of its transition has it (`TransitionRecord.predicted`); without what is
+        infinite, of a plan that cannot run any longer."""
+        names = ("transition_s", "step_s", "new_step_s", "saving_s", "steps", "confidence")
+        values = {name: getattr(self.numbers, name, None) for name in names}
+        return {n: float(v) for n, v in values.items() if v is not None and math.isfinite(v)}

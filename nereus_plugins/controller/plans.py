@@ -59,7 +59,6 @@ class Plans:
         self._estimates: dict[tuple[object, int], Estimate | None] = {}
         self._searched: dict[tuple[object, int, int], tuple[int, Planned | None]] = {}
         self._latest: dict[tuple[object, int], Planned] = {}
-        self.searches = 0
 
     def lengths(self, mean_tokens: float) -> LengthDistribution:
         """The job's lengths with this mean, to the grid."""
@@ -156,7 +155,6 @@ class Plans:
         most = self.setting.max_response_tokens
         mean = min(math.exp(SEARCH_GRID * bucket), 0.98 * most)
         workload = inner.workload(scaled_lengths(self.setting.response_tokens, mean, most))
-        self.searches += 1
         latest = (anchor.assignments, gpus)
         try:
             found = plan(

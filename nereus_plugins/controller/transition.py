@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
 from nereus_plugins.gtg.estimate import StepCosts, estimate
 from nereus_plugins.gtg.graph import Step
 from nereus_plugins.gtg.planned import planned_units
-from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage
+from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.conditions import Setting
 
 # Seconds before any transition of the job was measured; the simulator's constants, whose sources
@@ -43,19 +44,21 @@ class TransitionEstimate(NamedTuple):
 
 
 class Estimator(Protocol):
-    """What a transition takes from one plan to another, None where none is possible in memory."""
+    """What a transition takes from one plan to another; None where none is possible in memory, or
+    nothing can be said of it."""
 
     def __call__(self, old: GlobalPlan, new: GlobalPlan) -> TransitionEstimate | None: ...
 
 
-def engines_of(assignment: Assignment) -> set[tuple[object, ...]]:
+@functools.lru_cache(maxsize=1024)
+def engines_of(assignment: Assignment) -> frozenset[tuple[object, ...]]:
     """The rollout engines of an assignment: those of two plans that are equal need no start."""
     size = assignment.layout.tp * assignment.layout.pp
     devices, fraction = assignment.devices, assignment.knobs.rollout_memory_fraction
-    return {
+    return frozenset(
         (assignment.layout.tp, fraction, *devices[at : at + size])
         for at in range(0, len(devices), size)
-    }
+    )
 
 
 class GraphEstimator:
@@ -71,7 +74,7 @@ class GraphEstimator:
         if key not in self._known:
             try:
                 self._known[key] = self._estimated(old, new)
-            except InfeasibleTransition:
+            except (InfeasibleTransition, SpecError):  # or a state that cannot be predicted
                 self._known[key] = None
         return self._known[key]
 
@@ -146,6 +149,3 @@ class Corrected:
 
     def seconds(self, estimate_: TransitionEstimate) -> dict[str, float]:
         return {name: value * self.factor for name, value in estimate_.seconds.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)

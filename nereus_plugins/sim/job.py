@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from nereus_plugins import __version__
@@ -133,8 +134,10 @@ class SimulatedJob:
                 return Gpus(there, there - left, later_s)
         return Gpus(there)
 
-    def execute(self, proposal: Proposal) -> TransitionRecord:
-        """One transition by its graph.
+    def execute(
+        self, proposal: Proposal, predicted: Mapping[str, float] = MappingProxyType({})
+    ) -> TransitionRecord:
+        """One transition by its graph. predicted: as in its record.
 
         Raises: StaleProposal; SpecError: a plan that the job or cluster cannot have, or GPUs that
             are not there.
@@ -148,11 +151,11 @@ class SimulatedJob:
         try:
             cost = self.world.transitions.cost(old, proposal.plan)
         except InfeasibleTransition as error:
-            return self._write_transition("aborted", str(error), {}, None, old)
+            return self._write_transition("aborted", str(error), {}, None, old, predicted)
         self.elapsed_s += cost.stall_s
         self._in(proposal.plan)
         self._epoch += 1
-        return self._write_transition("committed", "", cost.seconds, cost, old)
+        return self._write_transition("committed", "", cost.seconds, cost, old, predicted)
 
     # What a simulated job has beside it.
 
@@ -257,6 +260,7 @@ class SimulatedJob:
         seconds: Mapping[str, float],
         cost: TransitionCost | None,
         old: GlobalPlan,
+        predicted: Mapping[str, float] = MappingProxyType({}),
     ) -> TransitionRecord:
         """`old`: the plan before; the one in force is the one after, or the same."""
         before, after = 1 + max(old.devices), 1 + max(self._plan.devices)
@@ -292,6 +296,7 @@ class SimulatedJob:
             ranks=ranks,
             knobs=knobs,
             limit_s=cost.limit_s if cost is not None else None,
+            predicted=dict(predicted),
         )
         self._write(record)
         return record

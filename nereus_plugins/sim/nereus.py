@@ -58,7 +58,7 @@ class Nereus:
         self._catch_up(job)
         found = self.controller.decide(job.gpus(), job.step)
         if found.plan is not None:
-            return Decision(found.plan)
+            return Decision(found.plan, predicted=found.predicted())
         if max(job.describe().devices) >= job.available():
             return Decision(self.controller.recovery_plan(job.available()), restart=True)
         return None

@@ -13,6 +13,8 @@ so that GPUs which come and go do not cost more than they bring.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from nereus_plugins.cost.estimate import check_layout
@@ -28,10 +30,12 @@ S = ModelStage
 
 
 class Decision(NamedTuple):
-    """A plan for the step that comes next. restart: through a checkpoint, not by a transition."""
+    """A plan for the step that comes next. restart: through a checkpoint, not by a transition.
+    predicted: what is expected of it (`TransitionRecord.predicted`)."""
 
     plan: GlobalPlan
     restart: bool = False
+    predicted: Mapping[str, float] = MappingProxyType({})
 
 
 class Policy(Protocol):

@@ -208,7 +208,8 @@ def _decide(job: SimulatedJob, policy: Policy) -> None:
 def _apply(job: SimulatedJob, decision: Decision) -> bool:
     if decision.restart:
         return job.restart(decision.plan).outcome == "committed"
-    return job.execute(Proposal(job.epoch(), decision.plan)).outcome == "committed"
+    proposal = Proposal(job.epoch(), decision.plan)
+    return job.execute(proposal, decision.predicted).outcome == "committed"
 
 
 def _result(name: str, job: SimulatedJob, ended: tuple[float, str]) -> Result:

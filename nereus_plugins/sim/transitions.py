@@ -8,12 +8,12 @@ Compiled once for each pair of plans.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from nereus_plugins.controller.transition import engines_of
 from nereus_plugins.cost.estimate import resolve_gpu
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
@@ -226,18 +226,8 @@ class Transitions:
         stage = ModelStage.ACTOR_GENERATE
         if stage not in new.assignments:
             return 0.0
-        started = _engines(new.assignments[stage]) - _engines(old.assignments[stage])
+        started = engines_of(new.assignments[stage]) - engines_of(old.assignments[stage])
         return self.constants.engine_start_s if started else 0.0
-
-
-@functools.lru_cache(maxsize=1024)
-def _engines(assignment: Assignment) -> frozenset[tuple[object, ...]]:
-    size = assignment.layout.tp * assignment.layout.pp
-    devices, fraction = assignment.devices, assignment.knobs.rollout_memory_fraction
-    return frozenset(
-        (assignment.layout.tp, fraction, *devices[at : at + size])
-        for at in range(0, len(devices), size)
-    )
 
 
 def _units(graph: Graph, changes: list[UnitChange], result: Estimate) -> dict[str, Any]:

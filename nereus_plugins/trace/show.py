@@ -73,10 +73,12 @@ def _transition_lines(record: TransitionRecord) -> Iterator[str]:
         yield f"  because {record.reason}"
     if "transition_s" in record.predicted:
         said = record.predicted
-        yield (
-            f"  predicted: {said['transition_s']:.2f} s, then steps of {said['new_step_s']:.2f} s "
-            f"instead of {said['step_s']:.2f} s"
-        )
+        then = [
+            f"{word} {said[name]:.2f} s"
+            for word, name in (("then steps of", "new_step_s"), ("instead of", "step_s"))
+            if name in said
+        ]
+        yield f"  predicted: {said['transition_s']:.2f} s, {' '.join(then)}"
     if "hidden_s" in record.background:
         yield f"  in the background: {record.background['hidden_s']:.2f} s more"
     elif record.background:

@@ -249,6 +249,24 @@ def test_a_proposal_for_another_epoch_is_refused(job: Job, setting: JobSetting) 
     assert decisions(job)[-1]["epoch"] == 1
 
 
+def test_a_users_plan_is_followed_though_another_was_proposed(
+    job: Job, setting: JobSetting
+) -> None:
+    live = begin(job, setting, mode="observe")
+    job.step(1)
+    live.look()
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert decisions(job)[-1]["kind"] == "propose"
+    theirs = starting_plan(setting, 1)
+    job.inbox.submit(0, theirs.to_dict())
+    job.boundary(1)
+    live.look()
+    assert live._controller.plan.assignments == theirs.assignments
+    assert live._controller.epoch == 1
+    assert not live._controller.proofs
+
+
 @pytest.mark.parametrize("mode", ["observe", "advise"])
 def test_only_act_submits(job: Job, setting: JobSetting, mode: str) -> None:
     live = begin(job, setting, mode=mode)
@@ -278,6 +296,7 @@ def test_what_was_advised_is_executed_once_approved(
     live.look()
     job.step(2)
     live.look()  # the same plan is the same proposal
+    live.look()
     assert Offered.read(job.run_dir).number == 1
     assert cli.approve([where, "7"]) == cli.USAGE
     assert "not the last one, which is 1" in capsys.readouterr().err
@@ -287,6 +306,8 @@ def test_what_was_advised_is_executed_once_approved(
     assert "transition_s" in record.predicted
     job.step(3)
     live.look()
+    assert live._controller.plan.assignments == job.plan.assignments
+    assert len(live._controller.proofs) == 1
     assert cli.approve([where, "1", "--no-wait"]) == cli.NOT_TAKEN  # of an epoch that is over
     assert "stale" in capsys.readouterr().err
 

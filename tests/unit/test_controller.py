@@ -26,9 +26,16 @@ from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.sim.nereus import Nereus
 from nereus_plugins.sim.run import through
 from nereus_plugins.sim.world import World
-from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    Layout,
+    LengthDistribution,
+    ModelStage,
+    SpecError,
+)
 from nereus_plugins.trace.conditions import Setting, Trace
-from nereus_plugins.trace.record import StepRecord
+from nereus_plugins.trace.record import StepRecord, TransitionRecord
 
 SETTING = Setting(
     JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
@@ -317,3 +324,161 @@ def test_a_step_that_is_recorded_after_a_transition_is_of_the_plan_before() -> N
     controller.observe(step(3, 1))
     assert controller.learned.steps == 2
     assert controller.to_dict()["in_force"] == 1
+
+
+# Records and journals that are not as hoped for.
+
+
+def begun(journal: DecisionJournal | None = None) -> Controller:
+    setting = setting_of(trace())
+    return Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0, journal)
+
+
+def step_record(number: int, **changed: Any) -> StepRecord:
+    made = StepRecord(
+        step=number, epoch=0, time_unix_s=float(number), step_s=10.0,
+        stages_s={"gen": 5.0, "ref": 1.0, "update_actor": 4.0}, tokens={"response": 256 * 400},
+        samples=256, memory_bytes={"allocated": 10**10},
+        metrics={"response_length/mean": 400.0}, plan={},
+    )  # fmt: skip
+    return dataclasses.replace(made, **changed)
+
+
+def answer(decision: Decision, outcome: str, **changed: Any) -> TransitionRecord:
+    made = TransitionRecord(
+        step=decision.step, epoch=decision.epoch + (outcome == "committed"), time_unix_s=0.0,
+        outcome=outcome, reason="", units={}, seconds={"move": 1.0}, digest="",
+        predicted=decision.predicted(),
+    )  # fmt: skip
+    return dataclasses.replace(made, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"metrics": {"response_length/mean": math.nan}},
+        {"metrics": {"response_length/mean": -1.0}},
+        {"metrics": {}, "tokens": {}},
+        {"step_s": math.nan},
+        {"step_s": math.inf},
+        {"stages_s": {"gen": math.nan, "update_actor": math.inf}},
+        {"stages_s": {}},
+        {"memory_bytes": {"allocated": math.nan}},
+        {"samples": 0, "metrics": {}},
+    ],
+)
+def test_what_cannot_be_learned_from_is_passed_over(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """It ends no controller, nor one that takes up the journal, and spoils nothing."""
+    one = begun(DecisionJournal(tmp_path))
+    for number in (1, 2):
+        one.observe(step_record(number))
+    one.observe(step_record(3, **changed))
+    one.observe(step_record(4))
+    assert "NaN" not in json.dumps(one.to_dict())
+    assert "Infinity" not in json.dumps(one.to_dict())
+    one.decide(Gpus(16), 4)
+    again = Controller.resume(DecisionJournal(tmp_path))
+    assert again.lengths == one.lengths
+    assert again.learned.to_dict() == one.learned.to_dict()
+
+
+def test_what_was_found_impossible_and_proposed_survives_a_restart(tmp_path: Path) -> None:
+    one = begun(DecisionJournal(tmp_path))
+    leave = Gpus(16, leaving=8, notice_s=0.0)
+    first = one.decide(leave, 3)
+    assert first.plan is not None
+    one.observe(answer(first, "aborted"))
+    second = one.decide(leave, 3)
+    assert second.plan is not None
+    assert second.plan.assignments != first.plan.assignments
+    for number in range(4, 60):  # the state is written, and what was before it is not read again
+        one.observe(step_record(number))
+    states = [e["kind"] for e in DecisionJournal(tmp_path).read()]
+    assert states.count("state") == 1
+    again = Controller.resume(DecisionJournal(tmp_path))
+    found = again.decide(leave, 60)
+    assert found.plan is None or found.plan.assignments != first.plan.assignments
+    # Approved late, it is still the proposal that it was.
+    again.observe(answer(second, "committed"))
+    assert again.plan == second.plan
+    assert again.epoch == 1
+    assert len(again.proofs) == 1
+
+
+def test_a_plan_that_was_not_proposed_here_is_not_taken_for_the_proposal() -> None:
+    one = begun()
+    before = one.plan
+    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    assert found.plan is not None
+    one.observe(answer(found, "committed", epoch=4, predicted={}))  # a user's
+    assert one.plan == before
+    assert not one.proofs
+    assert one.epoch == 0  # until it is told what is in force
+    one.adopt(starting_plan(one.setting, 8), 4)
+    assert one.epoch == 4
+    one.observe(answer(found, "aborted", epoch=4))  # of an epoch that is over
+    assert one.decide(Gpus(16), 4).epoch == 4
+
+
+def test_a_proposal_is_known_after_later_decisions_to_stay() -> None:
+    """As one that waits for its approval."""
+    one = begun()
+    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    assert found.plan is not None
+    assert one.decide(Gpus(16), 4).kind == "stay"
+    one.observe(answer(found, "committed", step=4))
+    assert one.plan == found.plan
+    assert one.proofs[-1].step == 4
+
+
+def test_a_journal_with_two_beginnings_is_the_second_ones(tmp_path: Path) -> None:
+    first = begun(DecisionJournal(tmp_path))
+    first.observe(step_record(1))
+    first.adopt(starting_plan(first.setting, 8), 3)
+    second = begun(DecisionJournal(tmp_path))
+    second.observe(step_record(1, metrics={"response_length/mean": 900.0}))
+    again = Controller.resume(DecisionJournal(tmp_path))
+    assert again.plan == second.plan
+    assert again.epoch == 0
+    assert again.lengths == second.lengths
+
+
+def test_a_state_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    journal = DecisionJournal(tmp_path)
+    begun(journal)
+    journal.append("state", {"state": {"plan": {}}})
+    with pytest.raises(DecisionJournalError, match="cannot be resumed from"):
+        Controller.resume(DecisionJournal(tmp_path))
+
+
+def test_a_plan_that_the_cost_model_does_not_know_is_not_left_for_that() -> None:
+    one = begun()
+    layout = Layout(tp=16, sequence_parallel=True, sharding="zero1")  # 12 heads
+    odd = GlobalPlan(dict.fromkeys(one.plan.assignments, Assignment(layout)), name="odd")
+    assert one.plans.estimate(odd, 400.0) is None
+    one.adopt(odd, 0)
+    one.observe(step_record(1))
+    found = one.decide(Gpus(16), 1)
+    assert found.kind == "stay"
+    assert "cost model" in found.reason
+    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    assert found.forced
+    assert "can be reached" in found.reason
+
+
+def test_what_a_transition_brought_stands_beside_its_proposal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a live job a step ends between the two."""
+    one = begun(DecisionJournal(tmp_path))
+    one.observe(step_record(1))
+    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    assert found.plan is not None
+    one.observe(step_record(2))
+    one.observe(answer(found, "committed", step=2))
+    for number in range(3, 14):
+        one.observe(step_record(number, epoch=1))
+    assert main(["decisions", str(tmp_path), "--proposals"]) == 0
+    assert capsys.readouterr().out.count("stall predicted") == 1

@@ -126,11 +126,11 @@ def run(
             (out.forced if decision.forced else out.unforced).append(step)
             now, epoch = decision.plan, epoch + 1
             out.run_s += transition_s
-            controller.observe(
-                TransitionRecord(
-                    step, epoch, out.run_s, "committed", "", {}, {"all": transition_s}, "digest"
-                )
-            )
+            moved = TransitionRecord(
+                step, epoch, out.run_s, "committed", "", {}, {"all": transition_s}, "digest",
+                predicted=decision.predicted(),
+            )  # fmt: skip
+            controller.observe(moved)
         chance = np.exp(noise * rng.standard_normal(len(STAGES)))
         seconds = [
             share * table(now, mean) * factor(now, stage) * luck
