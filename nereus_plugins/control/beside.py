@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from nereus_plugins.control import offered
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import GlobalPlan, Record
@@ -44,7 +45,8 @@ class Launch(Record):
     epoch: int
 
     def write(self, run_dir: Path) -> None:
-        """Raises: OSError."""
+        """And take away what was proposed to an earlier run in this directory. Raises: OSError."""
+        (run_dir / offered.FILE).unlink(missing_ok=True)
         files.replace(run_dir / FILE, [self.to_json()], private=True)
 
     @classmethod

@@ -312,6 +312,22 @@ def test_what_was_advised_is_executed_once_approved(
     assert "stale" in capsys.readouterr().err
 
 
+def test_what_was_proposed_to_an_earlier_run_cannot_be_approved(
+    job: Job, setting: JobSetting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job that ended without a transition, and is in the same epoch again."""
+    live = begin(job, setting, mode="advise")
+    job.step(1)
+    live.look()
+    job.gpus = Gpus(4, 2, 5.0)
+    live.look()
+    assert (job.run_dir / "proposal.json").exists()
+    begin(job, setting, mode="advise")
+    assert cli.approve([str(job.run_dir), "--no-wait"]) == cli.USAGE
+    assert "has proposed nothing yet" in capsys.readouterr().err
+    assert not job.inbox.waiting()
+
+
 def test_gpus_by_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.gpus([str(job.run_dir), "2", "--notice", "30"]) == cli.DONE
     granted = job.inbox.granted()
