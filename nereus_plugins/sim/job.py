@@ -168,8 +168,10 @@ class SimulatedJob:
         """GPUs that are there for the step that comes next: devices 0 up to this."""
         return self.conditions().gpus
 
-    def restart(self, plan: GlobalPlan) -> TransitionRecord:
-        """Save a checkpoint, end, and start again in `plan`.
+    def restart(
+        self, plan: GlobalPlan, predicted: Mapping[str, float] = MappingProxyType({})
+    ) -> TransitionRecord:
+        """Save a checkpoint, end, and start again in `plan`. predicted: as in its record.
 
         Raises: SpecError as `execute`.
         """
@@ -179,7 +181,7 @@ class SimulatedJob:
         self.elapsed_s += sum(seconds.values())
         self._in(plan)
         self._epoch += 1
-        record = self._write_transition("committed", "", seconds, None, old)
+        record = self._write_transition("committed", "", seconds, None, old, predicted)
         self._started()
         return record
 

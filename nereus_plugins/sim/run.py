@@ -207,7 +207,7 @@ def _decide(job: SimulatedJob, policy: Policy) -> None:
 
 def _apply(job: SimulatedJob, decision: Decision) -> bool:
     if decision.restart:
-        return job.restart(decision.plan).outcome == "committed"
+        return job.restart(decision.plan, decision.predicted).outcome == "committed"
     proposal = Proposal(job.epoch(), decision.plan)
     return job.execute(proposal, decision.predicted).outcome == "committed"
 

@@ -23,7 +23,7 @@ from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Gpus
 from nereus_plugins.sim.job import capabilities_of
-from nereus_plugins.sim.nereus import Nereus
+from nereus_plugins.sim.nereus import Nereus, RestartElastic
 from nereus_plugins.sim.run import through
 from nereus_plugins.sim.world import World
 from nereus_plugins.spec import (
@@ -242,6 +242,16 @@ def test_more_gpus_are_taken_and_fewer_left_without_a_restart() -> None:
     assert not result.stopped
     assert result.restarts == result.failures == 0
     assert result.transitions >= 2
+
+
+@pytest.mark.parametrize("policy", [Nereus, RestartElastic])
+def test_what_it_proposed_is_proved_however_it_was_executed(policy: type[Nereus]) -> None:
+    world = World(trace(gpus=((0.0, 16), (12.0, 8)), steps=24))
+    made = policy(world)
+    result = through(world, made)
+    assert result.transitions + result.restarts >= 1
+    assert len(made.controller.proofs) == result.transitions + result.restarts
+    assert made.controller.corrected.measured == len(made.controller.proofs)
 
 
 def test_out_of_memory_is_recovered_from_and_remembered() -> None:
