@@ -695,6 +695,11 @@ class Controller:
                 f"{journal.path}: cannot be resumed from: {error!r}"
             ) from None
         made._journal = journal
+        said = [e["proof"] for e in entries[starts[-1] :] if e["kind"] == "proof"]
+        known = {(one["epoch"], one["step"]) for one in said}
+        for proof in made.proofs:  # it ended between a step and what the step proved
+            if not proof.open and (proof.epoch, proof.step) not in known:
+                made._write("proof", {"proof": proof.to_dict()})
         return made
 
     @classmethod

@@ -29,8 +29,9 @@ S = ModelStage
 GRID = math.log(1.03)
 # Lengths that one search of the planner serves.
 SEARCH_GRID = math.log(1.12)
-_NO_HURRY = 10**9
-# Any plan in force keeps the planner to layouts that a transition can reach.
+NO_HURRY = 10**9
+# Any plan in force keeps the planner to pipeline stages of equal size, the only ones that a
+# transition can reach; nothing is asked to stay near this one.
 ANCHOR = GlobalPlan({S.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
 
 
@@ -165,7 +166,7 @@ class Plans:
                 gpus=gpus,
                 capabilities=self.capabilities,
                 current=anchor,
-                horizon_steps=_NO_HURRY,
+                horizon_steps=NO_HURRY,
                 after=self._latest.get(latest),
             )
         except SpecError:

@@ -20,13 +20,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from nereus_plugins.controller.plans import ANCHOR, NO_HURRY
 from nereus_plugins.cost.estimate import Estimate
 from nereus_plugins.gtg.compile import InfeasibleTransition
 from nereus_plugins.planner import plan
 from nereus_plugins.spec import GlobalPlan, SpecError
 
 from .job import Failure, SimulatedJob
-from .planning import ANCHOR, NO_HURRY, Known, capabilities_of
+from .planning import Known, capabilities_of
 from .policies import Decision
 from .truth import STAGES
 from .world import World

@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 from nereus_plugins import __version__
+from nereus_plugins.controller.plans import ANCHOR, NO_HURRY
 from nereus_plugins.cost.estimate import Calibration, estimate
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Capabilities, StageCapability
@@ -14,12 +15,10 @@ from nereus_plugins.planner import Planned, plan
 from nereus_plugins.planner.cli import limits_of
 from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import (
-    Assignment,
     GlobalPlan,
     Knobs,
     Layout,
     LengthDistribution,
-    ModelStage,
     SpecError,
 )
 from nereus_plugins.trace.conditions import Setting
@@ -35,12 +34,6 @@ class Known(NamedTuple):
     gpus: int
     response_tokens: LengthDistribution
     max_response_tokens: int
-
-
-# Any plan in force keeps the planner to pipeline stages of equal size, the only ones that a
-# transition can reach; nothing is asked to stay near this one.
-ANCHOR = GlobalPlan({ModelStage.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
-NO_HURRY = 10**9
 
 
 class Rules(NamedTuple):

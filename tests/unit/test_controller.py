@@ -492,3 +492,13 @@ def test_what_a_transition_brought_stands_beside_its_proposal(
         one.observe(step_record(number, epoch=1))
     assert main(["decisions", str(tmp_path), "--proposals"]) == 0
     assert capsys.readouterr().out.count("stall predicted") == 1
+    # A crash before the proof was written loses nothing.
+    path = tmp_path / "decisions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if b'"kind":"proof"' in line)
+    path.write_bytes(b"".join(lines[:at]))
+    for _ in range(2):
+        Controller.resume(DecisionJournal(tmp_path))
+    assert main(["decisions", str(tmp_path), "--proposals"]) == 0
+    assert capsys.readouterr().out.count("stall predicted") == 1
+    assert path.read_bytes().count(b'"kind":"proof"') == 1
