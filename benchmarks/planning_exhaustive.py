@@ -27,7 +27,12 @@ from nereus_plugins.cost.estimate import away_knobs, check_layout, estimate, seq
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.planner import plan
-from nereus_plugins.planner.candidates import ROLLOUT_FRACTIONS, knob_choices, layouts
+from nereus_plugins.planner.candidates import (
+    ROLLOUT_FRACTIONS,
+    knob_choices,
+    layouts,
+    ranks_of_sequence,
+)
 from nereus_plugins.planner.cli import limits_of
 from nereus_plugins.planner.search import MARGIN, units_of
 from nereus_plugins.spec import (
@@ -166,7 +171,7 @@ def _choices(case: Case, name: str, place: tuple[int, ...]) -> list[Assignment]:
             check_layout(layout, model)
         except SpecError:
             continue
-        for knobs in knob_choices(work, trains=trains):
+        for knobs in knob_choices(work, trains=trains, ranks=ranks_of_sequence(layout)):
             made.append(Assignment(layout, knobs, place))
             away = away_knobs(job, stages, knobs)
             if job.backend == "deepspeed" and (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nereus_plugins.cost.estimate import Estimate, check_layout, estimate, resolve_gpu
-from nereus_plugins.planner.candidates import ROLLOUT_FRACTIONS, knob_choices
+from nereus_plugins.planner.candidates import ROLLOUT_FRACTIONS, fewest_ranks, knob_choices
 from nereus_plugins.planner.search import MARGIN, Planned, plan
 from nereus_plugins.spec import (
     Assignment,
@@ -179,7 +179,8 @@ class Plans:
         workload = self.setting.setting.workload(self.lengths(mean_tokens))
         seen = {current.assignments}
         least = self.capabilities.least_budget_tokens
-        for trained in knob_choices(workload, trains=True, least_budget=least):
+        ranks = fewest_ranks(current)
+        for trained in knob_choices(workload, trains=True, ranks=ranks, least_budget=least):
             for away in (False, True):
                 made = self._with_knobs(current, trained, away)
                 if made is not None and made.assignments not in seen:

@@ -27,6 +27,7 @@ from nereus_plugins.cost.rollout import engine_weight_bytes
 from nereus_plugins.spec import (
     Assignment,
     ClusterSpec,
+    GlobalPlan,
     Knobs,
     Layout,
     ModelSpec,
@@ -49,8 +50,9 @@ class Candidate:
     cost: UnitCost
 
 
-# A layout, and which of `knob_choices` goes with it.
+# A layout, and which of `knob_choices` goes with it; `_IN_FORCE`: those of the plan in force.
 Choice = tuple[Layout, int]
+_IN_FORCE = -1
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -115,20 +117,40 @@ def layouts(
                             )  # fmt: skip
 
 
-def knob_choices(workload: WorkloadSpec, *, trains: bool, least_budget: int = 0) -> Iterator[Knobs]:
+def knob_choices(
+    workload: WorkloadSpec, *, trains: bool, ranks: int = 1, least_budget: int = 0
+) -> Iterator[Knobs]:
     """Token budgets from the longest sequence up, and recompute; offload comes with the costs.
 
+    ranks: over which a sequence is cut (`ranks_of_sequence`): they fill their budgets together, so
+        that a part of the longest sequence is a budget too.
     least_budget: tokens that a budget has at least, where the framework says so; then a budget of
         no more is a choice too: where memory is tight, it may spare recompute.
     """
     _, _, longest = sequence_moments(workload)
     least = max(round(longest), least_budget)
     base = max(4096, -(-least // 1024) * 1024)
+    part = max(4096, -(-max(-(-least // ranks), least_budget) // 1024) * 1024)
     tight = -(-least // 256) * 256
     recomputes = ("none", "full") if trains else ("none",)
-    for budget in (base, 3 * base, *((tight,) if least_budget and tight < base else ())):
+    tighter = ((part,) if part < base else ()) + ((tight,) if least_budget and tight < base else ())
+    for budget in (base, 3 * base, *tighter):
         for recompute in recomputes:
             yield Knobs(token_budget_tokens=budget, recompute=recompute)
+
+
+def ranks_of_sequence(layout: Layout) -> int:
+    """How many ranks one sequence is cut over, and with it their token budgets."""
+    return layout.cp * layout.ulysses
+
+
+def fewest_ranks(plan: GlobalPlan) -> int:
+    """The least `ranks_of_sequence` among its models: budgets that suffice there do for all."""
+    return min(
+        ranks_of_sequence(assignment.layout)
+        for stage, assignment in plan.assignments.items()
+        if stage is not ModelStage.ACTOR_GENERATE
+    )
 
 
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -182,7 +204,6 @@ def unit_candidates(
     _, _, longest = sequence_moments(workload)
     made: list[Candidate] = []
     choice_of: list[Choice] = []
-    sizes = list(knob_choices(workload, trains=trains, least_budget=least_budget))
     if only is not None:
         known = sorted({layout for layout, _ in only}, key=str)
     else:
@@ -205,6 +226,8 @@ def unit_candidates(
             reject("divisibility", str(error), 0.0)
             continue
         possible = False
+        ranks = ranks_of_sequence(layout)
+        sizes = knob_choices(workload, trains=trains, ranks=ranks, least_budget=least_budget)
         for index, knobs in enumerate(sizes):
             if only is not None and (layout, index) not in only:
                 continue
@@ -226,7 +249,7 @@ def unit_candidates(
             possible = True
             placed = Placed(layout, in_force.knobs)
             cost = unit_cost(job, stages, placed, cluster, workload, calibration)
-            add(layout, len(sizes), in_force.knobs, cost)
+            add(layout, _IN_FORCE, in_force.knobs, cost)
         if not possible:
             reject("capability", f"{stages[-1]} {layout}: the adapter cannot change to it", 0.0)
     near = only or _near(made, choice_of)

@@ -234,7 +234,7 @@ class _Search:
                     self.change_exact[a, b] = True
             if (path_s := self._path_s(path)) < found_s:
                 found_s, found = path_s, path
-            if found_s - least_s <= TOLERANCE * found_s:
+            if math.isfinite(found_s) and found_s - least_s <= TOLERANCE * found_s:
                 break
         if math.isinf(found_s):
             raise SpecError("oracle: no sequence of candidates gets through the trace")

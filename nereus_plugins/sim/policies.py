@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from nereus_plugins.cost.estimate import check_layout
 from nereus_plugins.gtg.compile import InfeasibleTransition
-from nereus_plugins.planner.candidates import knob_choices
+from nereus_plugins.planner.candidates import fewest_ranks, knob_choices
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 
 from .job import Failure, SimulatedJob
@@ -258,7 +258,7 @@ def _with_knobs_that_fit(plan: GlobalPlan, planning: Planning, memory: float) ->
         return plan
     workload = planning.known.setting.workload(lengths)
     found: list[tuple[float, GlobalPlan]] = []
-    for trained in knob_choices(workload, trains=True):
+    for trained in knob_choices(workload, trains=True, ranks=fewest_ranks(plan)):
         for away in (False, True):
             assignments = {}
             for stage, a in plan.assignments.items():

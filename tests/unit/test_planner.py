@@ -15,7 +15,7 @@ from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.pools import Pools
 from nereus_plugins.job import Capabilities, StageCapability
 from nereus_plugins.planner import plan
-from nereus_plugins.planner.candidates import Candidate, layouts, pareto
+from nereus_plugins.planner.candidates import Candidate, knob_choices, layouts, pareto
 from nereus_plugins.planner.cli import limits_of, main
 from nereus_plugins.planner.flags import launch_flags, openrlhf_flags
 from nereus_plugins.planner.search import choose
@@ -320,3 +320,12 @@ def test_batches_are_cut_as_the_framework_can() -> None:
     assert any(r.kind == "capability" for r in found.rejections)
     free = plan(job, cluster_of("h100", 8), WORK)
     assert any(12 % a.layout.dp for a in free.plan.assignments.values())
+
+
+def test_ranks_that_cut_a_sequence_fill_their_budgets_together() -> None:
+    workload = WorkloadSpec(8, LengthDistribution.fixed(1024), LengthDistribution.fixed(16384))
+    budgets = {
+        ranks: {k.token_budget_tokens for k in knob_choices(workload, trains=True, ranks=ranks)}
+        for ranks in (1, 2, 8)
+    }
+    assert budgets == {1: {17408, 52224}, 2: {9216, 17408, 52224}, 8: {4096, 17408, 52224}}

@@ -182,8 +182,8 @@ def test_the_oracle_is_never_worse_than_a_policy_and_never_better_than_free(
 def test_the_oracles_path_is_the_best_of_all_paths() -> None:
     """Against every sequence of three plans over six steps, run through the simulator."""
     world = World(trace(((0.0, 16), (2.0, 8), (4.0, 16)), steps=6), seed=5)
-    plans = [p for g in (16, 8) if (p := world.planning().sized(g)) is not None]
-    other = world.planning().best(8, world.trace.response_tokens(2000.0))
+    plans = [p for g in (16, 8) if (p := world.hindsight().sized(g)) is not None]
+    other = world.hindsight().best(8, world.trace.response_tokens(2000.0))
     assert other is not None
     plans.append(other)
     search = clairvoyant._Search(world, plans)

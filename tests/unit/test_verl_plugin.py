@@ -113,7 +113,7 @@ def test_every_option_is_explained() -> None:
     import nereus_verl.conf
 
     text = Path(nereus_verl.conf.__file__).with_name("nereus") / "on.yaml"
-    lines = text.read_text().splitlines()
+    lines = [line.strip() for line in text.read_text().splitlines()]
     for above, line in pairwise(lines):
         if line and not line.startswith("#"):
             assert above.startswith("#"), f"{line!r} has no comment"
