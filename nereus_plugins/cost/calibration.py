@@ -64,6 +64,7 @@ class Filter:
         cov: its covariance, (slope^2, slope*level, level^2).
         noise: standard deviation of an observation, learned; in units of `measured`.
         predicted, measured: the first observation, which sets the units; 0 before.
+        latest: `predicted` of the last observation; 0 before.
         drift: smoothed product of successive errors; what the level's walk gets in addition.
         last: the last error.
         factor: measured over predicted to assume before anything was seen.
@@ -85,6 +86,7 @@ class Filter:
     noise: float = NOISE
     predicted: float = 0.0
     measured: float = 0.0
+    latest: float = 0.0
     drift: float = 0.0
     last: float = 0.0
     factor: float = 1.0
@@ -113,10 +115,12 @@ class Filter:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted at the first observation's work."""
+        """Measured over predicted at the last observation's work: far from it, the line says
+        little."""
         if not self.measured:
             return self.factor
-        return (self.slope + self.level) * self.measured / self.predicted
+        work = self.latest or self.predicted
+        return self.predict(work)[0] / work
 
     def _variance(self, x: float) -> float:
         a, b, c = self.cov
@@ -130,6 +134,7 @@ class Filter:
         for name, value in (("predicted", predicted), ("measured", measured)):
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        self.latest = predicted
         if not self.measured:
             self.predicted, self.measured, self.seen = predicted, measured, 1
             return False

@@ -245,3 +245,13 @@ def test_a_log_without_steps_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(log), "--out", str(tmp_path / "c.json"), *COMMON]) == 1
     assert "has no step" in capsys.readouterr().err
     assert main([str(tmp_path / "no.log"), "--out", str(tmp_path / "c.json"), *COMMON]) == 2
+
+
+def test_others_inherit_what_was_measured_at_the_lengths_of_now() -> None:
+    """Far from these, at the first step's lengths, the line that was learned may lie below zero."""
+    calibration = Calibration()
+    known = Filter(predicted=10.0, measured=10.0, slope=3.0, level=-4.0, seen=20)
+    calibration.seconds_filters[S.ACTOR_TRAIN, Layout(tp=2)] = known
+    known.observe(100.0, 260.0)
+    inherited = calibration.seconds(S.ACTOR_TRAIN, Assignment(Layout(tp=4)), 100.0)
+    assert inherited == pytest.approx(260.0, rel=0.01)
