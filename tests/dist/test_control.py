@@ -96,7 +96,7 @@ def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], floa
             report_lost(store, "nereus", [2])
 
     if rank == 0:
-        threading.Thread(target=report).start()
+        threading.Thread(target=report, daemon=True).start()
     start = time.monotonic()
 
     def wait() -> None:
