@@ -7,8 +7,13 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nereus_plugins.cost.estimate import Estimate, check_layout, estimate, resolve_gpu
-from nereus_plugins.planner.candidates import ROLLOUT_FRACTIONS, fewest_ranks, knob_choices
+from nereus_plugins.cost.estimate import Estimate, estimate, resolve_gpu
+from nereus_plugins.planner.candidates import (
+    ROLLOUT_FRACTIONS,
+    fewest_ranks,
+    knob_choices,
+    with_most_replicas,
+)
 from nereus_plugins.planner.search import MARGIN, Planned, plan
 from nereus_plugins.spec import (
     Assignment,
@@ -238,26 +243,16 @@ class Plans:
             return None
         made = {}
         for stage, before in current.assignments.items():
-            layout = self._with_dp(before.layout, gpus, stage)
+            if stage is S.ACTOR_GENERATE:
+                layout = with_most_replicas(before.layout, gpus, None)
+            else:
+                model = self.setting.setting.job.model_of(stage)
+                divides = self.capabilities.dp_divides
+                layout = with_most_replicas(before.layout, gpus, model, divides)
             if layout is None:
                 return None
             made[stage] = Assignment(layout, before.knobs)
         return GlobalPlan(made, name=f"{current.name} on {gpus}")
-
-    def _with_dp(self, layout: Layout, gpus: int, stage: ModelStage) -> Layout | None:
-        each = layout.world_size // layout.dp
-        for dp in range(gpus // each, 0, -1):
-            divides = self.capabilities.dp_divides
-            if divides is not None and divides % dp and stage is not S.ACTOR_GENERATE:
-                continue
-            try:
-                made = dataclasses.replace(layout, dp=dp)
-                if stage is not S.ACTOR_GENERATE:
-                    check_layout(made, self.setting.setting.job.model_of(stage))
-            except SpecError:
-                continue
-            return made
-        return None
 
 
 def fits(memory: float) -> bool:

@@ -153,6 +153,28 @@ def fewest_ranks(plan: GlobalPlan) -> int:
     )
 
 
+def with_most_replicas(
+    layout: Layout, gpus: int, model: ModelSpec | None, divides: int | None = None
+) -> Layout | None:
+    """The layout with the largest dp that so many GPUs hold; None where not one replica fits.
+
+    model: whose rules it has to keep; None for a rollout, which has none.
+    divides: what dp has to divide, if anything.
+    """
+    each = layout.world_size // layout.dp
+    for dp in range(gpus // each, 0, -1):
+        if divides is not None and divides % dp:
+            continue
+        try:
+            made = dataclasses.replace(layout, dp=dp)
+            if model is not None:
+                check_layout(made, model)
+        except SpecError:
+            continue
+        return made
+    return None
+
+
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that no other dominates, fastest first; of equals the first."""
     kept: list[Candidate] = []

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from nereus_plugins.cost.estimate import check_layout
 from nereus_plugins.gtg.compile import InfeasibleTransition
-from nereus_plugins.planner.candidates import fewest_ranks, knob_choices
-from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
+from nereus_plugins.planner.candidates import fewest_ranks, knob_choices, with_most_replicas
+from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, ModelStage, SpecError
 
 from .job import Failure, SimulatedJob
 from .planning import Known, Planning
@@ -227,7 +226,9 @@ def scaled(
         used = 0
         for stage in parts[place]:
             before = own.assignments[stage]
-            layout = _with_dp(before.layout, room, stage, planning)
+            trained = stage is not S.ACTOR_GENERATE
+            model = planning.known.setting.job.model_of(stage) if trained else None
+            layout = with_most_replicas(before.layout, room, model)
             if layout is None:
                 return None
             devices = tuple(range(start, start + layout.world_size))
@@ -236,19 +237,6 @@ def scaled(
         start += max(used, room) if len(parts) > 1 else used
     plan = GlobalPlan(assignments, name=f"dp for {gpus}")
     return _with_knobs_that_fit(plan, planning, memory)
-
-
-def _with_dp(layout: Layout, room: int, stage: ModelStage, planning: Planning) -> Layout | None:
-    each = layout.world_size // layout.dp
-    for dp in range(room // each, 0, -1):
-        try:
-            made = dataclasses.replace(layout, dp=dp)
-            if stage is not S.ACTOR_GENERATE:
-                check_layout(made, planning.known.setting.job.model_of(stage))
-        except SpecError:
-            continue
-        return made
-    return None
 
 
 def _with_knobs_that_fit(plan: GlobalPlan, planning: Planning, memory: float) -> GlobalPlan | None:

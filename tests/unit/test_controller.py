@@ -18,9 +18,6 @@ from nereus_plugins.controller.forecast import LengthForecast, Lifetime
 from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
 from nereus_plugins.controller.learned import Common, Memory
 from nereus_plugins.controller.setting import JobSetting
-from nereus_plugins.cost.cli import read_model
-from nereus_plugins.cost.explain import cluster_of
-from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Gpus
 from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.sim.nereus import Nereus, RestartElastic
@@ -30,32 +27,13 @@ from nereus_plugins.spec import (
     Assignment,
     GlobalPlan,
     Layout,
-    LengthDistribution,
     ModelStage,
     SpecError,
 )
-from nereus_plugins.trace.conditions import Setting, Trace
+from nereus_plugins.trace.conditions import Trace
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 
-SETTING = Setting(
-    JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
-    cluster_of("a100_40gb", 16),
-    LengthDistribution.fixed(256),
-    prompts_per_step=32,
-    samples_per_prompt=8,
-)
-TAIL = ((0.0, 0.1), (0.5, 0.8), (0.9, 1.8), (1.0, 4.0))
-
-
-def trace(
-    gpus: tuple[tuple[float, int], ...] = ((0.0, 16),), steps: int = 50, **changed: Any
-) -> Trace:
-    means = tuple(400.0 + 20.0 * step for step in range(steps))
-    made = Trace(
-        name="test", sources=(), assumptions=(), setting=SETTING, mean_response_tokens=means,
-        gpus=gpus, tail=TAIL, max_response_tokens=4096, seed=1,
-    )  # fmt: skip
-    return dataclasses.replace(made, **changed)
+from .test_sim import SETTING, trace
 
 
 def setting_of(one: Trace) -> JobSetting:

@@ -18,29 +18,20 @@ from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.plans import Plans
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.controller.transition import TransitionEstimate
-from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.estimate import Estimate, StageEstimate
-from nereus_plugins.cost.explain import cluster_of
-from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.step import Part
 from nereus_plugins.job import Gpus
 from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.spec import Assignment, GlobalPlan, Layout, LengthDistribution, ModelStage
-from nereus_plugins.trace.conditions import Setting
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
+
+from .test_sim import SETTING
 
 S = ModelStage
 STAGES = (S.ACTOR_GENERATE, S.REF_LOGPROB, S.ACTOR_TRAIN)
 TIMERS = ("gen", "ref", "update_actor")
 SHARES = (0.5, 0.1, 0.4)
 SHORT, LONG = 500.0, 1500.0
-SETTING = Setting(
-    JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
-    cluster_of("a100_40gb", 16),
-    LengthDistribution.fixed(256),
-    prompts_per_step=32,
-    samples_per_prompt=8,
-)
 
 
 def plan(tp: int, gpus: int) -> GlobalPlan:

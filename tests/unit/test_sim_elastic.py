@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 
 from nereus_plugins.cli import main
-from nereus_plugins.cost.cli import read_model
-from nereus_plugins.cost.explain import cluster_of
-from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Gpus, Proposal
 from nereus_plugins.sim import oracle as clairvoyant
 from nereus_plugins.sim import run as running
@@ -22,19 +19,13 @@ from nereus_plugins.sim.nereus import RestartElastic
 from nereus_plugins.sim.policies import Elsewhere, Static
 from nereus_plugins.sim.truth import NO_SURPRISE
 from nereus_plugins.sim.world import World
-from nereus_plugins.spec import LengthDistribution, ModelStage, SpecError
-from nereus_plugins.trace.conditions import Setting, Trace
+from nereus_plugins.spec import ModelStage, SpecError
+from nereus_plugins.trace.conditions import Trace
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 
+from .test_sim import SETTING, TAIL
+
 S = ModelStage
-SETTING = Setting(
-    JobSpec(read_model("qwen2.5-1.5b"), algorithm="grpo", backend="megatron"),
-    cluster_of("a100_40gb", 16),
-    LengthDistribution.fixed(256),
-    prompts_per_step=32,
-    samples_per_prompt=8,
-)
-TAIL = ((0.0, 0.1), (0.5, 0.8), (0.9, 1.8), (1.0, 4.0))
 CHANGING = ((0.0, 16), (8.0, 8), (14.0, 16), (26.0, 4), (30.0, 16))
 
 
