@@ -9,10 +9,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nereus_plugins.cost.compute import HBM_EFFICIENCY
-from nereus_plugins.cost.estimate import resolve_gpu
+from nereus_plugins.controller.transition import ENGINE_START_S
 from nereus_plugins.gtg.estimate import StepCosts
-from nereus_plugins.gtg.graph import Step
+from nereus_plugins.gtg.planned import (
+    BUILD_S,
+    DESCRIBE_S,
+    GROUPS_RANK_S,
+    GROUPS_S,
+    VOTE_S,
+    step_costs,
+)
 from nereus_plugins.spec import ClusterSpec, Record
 from nereus_plugins.spec.record import require_int, require_number
 
@@ -43,12 +49,12 @@ class Constants(Record):
             boundary before the step that has fewer.
     """
 
-    groups_s: float = 0.03
-    groups_rank_s: float = 0.0025
-    build_s: float = 1.0
-    describe_s: float = 0.3
-    vote_s: float = 0.002
-    engine_start_s: float = 30.0
+    groups_s: float = GROUPS_S
+    groups_rank_s: float = GROUPS_RANK_S
+    build_s: float = BUILD_S
+    describe_s: float = DESCRIBE_S
+    vote_s: float = VOTE_S
+    engine_start_s: float = ENGINE_START_S
     relaunch_s: float = 180.0
     storage_node_bytes_per_s: float = 2e9
     checkpoint_every_steps: int = 20
@@ -66,18 +72,14 @@ class Constants(Record):
 
     def step_costs(self, cluster: ClusterSpec, ranks: int) -> StepCosts:
         """The graph's constants for a transition of so many ranks."""
-        gpu = resolve_gpu(cluster)
-        memory = cluster.gpu.memory_bandwidth_bytes_per_s * HBM_EFFICIENCY
-        return StepCosts(
-            constant_s={
-                Step.FORM_GROUPS: self.groups_s + self.groups_rank_s * ranks,
-                Step.DESCRIBE: self.describe_s / 2,
-                Step.BUILD: self.build_s,
-            },
+        return step_costs(
+            cluster,
+            ranks,
+            groups_s=self.groups_s,
+            groups_rank_s=self.groups_rank_s,
+            build_s=self.build_s,
+            describe_s=self.describe_s,
             vote_s=self.vote_s,
-            host_bytes_per_s=gpu.host_bytes_s,
-            local_bytes_per_s=memory / 2,  # read and written
-            verify_bytes_per_s=memory,
         )
 
 

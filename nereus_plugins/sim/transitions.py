@@ -8,23 +8,21 @@ Compiled once for each pair of plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from nereus_plugins.controller.transition import engines_of
-from nereus_plugins.cost.estimate import resolve_gpu
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.cost.memory import OUTSIDE_TORCH_BYTES
 from nereus_plugins.cost.models import as_shape
-from nereus_plugins.emu.moves import plan_moves
 from nereus_plugins.emu.table import ShardTable
-from nereus_plugins.gtg.build import PlannedUnit, UnitChange, build_graph, changes_between
-from nereus_plugins.gtg.compile import InfeasibleTransition, compile_graph
-from nereus_plugins.gtg.estimate import Estimate, byte_bound_s, estimate, link_loads
+from nereus_plugins.gtg.build import PlannedUnit, UnitChange
+from nereus_plugins.gtg.compile import InfeasibleTransition
+from nereus_plugins.gtg.estimate import Estimate, byte_bound_s, link_loads
 from nereus_plugins.gtg.graph import Graph, Step
-from nereus_plugins.gtg.planned import planned_units
+from nereus_plugins.gtg.planned import offloaded, planned_transition, planned_units
 from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, SpecError
 
 from .constants import Constants
@@ -152,7 +150,7 @@ class Transitions:
     def _of_state(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
         """Without engines. Plans that differ in knobs only share it."""
         world = 1 + max(*old.devices, *new.devices)
-        on_host = self._offloaded(old) or self._offloaded(new)
+        on_host = offloaded(old, self.units) or offloaded(new, self.units)
         sides = [
             (a.layout, a.devices)
             for plan in (old, new)
@@ -161,7 +159,7 @@ class Transitions:
         key = (world, on_host, *sides)
         if key not in self._moved:
             try:
-                self._moved[key] = self._graph(old, new, world, on_host)
+                self._moved[key] = self._graph(old, new)
             except InfeasibleTransition as error:
                 self._moved[key] = error
         known = self._moved[key]
@@ -169,34 +167,20 @@ class Transitions:
             raise known
         return known
 
-    def _graph(self, old: GlobalPlan, new: GlobalPlan, world: int, on_host: bool) -> TransitionCost:
-        changes = changes_between(old, new, self.units, self._table)
-        if not changes:
+    def _graph(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
+        moved = planned_transition(
+            old, new, self.units, self.cluster, self.constants.step_costs, self._budget_bytes(),
+            self._table,
+        )  # fmt: skip
+        if moved is None:
             return TransitionCost("unchanged", {}, 0.0, {}, "")
-        node_of = np.arange(world, dtype=np.int32) // self.cluster.gpus_per_node
-        moves = {}
-        for change in changes:
-            assert change.target is not None  # predicted on both sides
-            moves[change.name] = plan_moves(change.source, change.target, node_of=node_of)
-        graph = build_graph(
-            changes,
-            world=world,
-            memory_budget_bytes=None if on_host else self._budget_bytes(),
-            moves=moves,
-        )
-        schedule = compile_graph(graph)
-        result = estimate(schedule, self.cluster, self.constants.step_costs(self.cluster, world))
-        seconds = dict(result.seconds_by_step)
-        if on_host:
-            # State that rests in host memory passes the GPU on both sides.
-            most = result.peak_bytes.max() / resolve_gpu(self.cluster).host_bytes_s
-            seconds["park"] = seconds.get("park", 0.0) + float(most)
+        graph = moved.graph
         return TransitionCost(
-            mode="staged" if on_host else schedule.mode,
-            seconds={name: spent for name, spent in seconds.items() if spent > 0},
-            bound_s=byte_bound_s(graph.traffic, world, self.cluster),
-            units=_units(graph, changes, result),
-            digest=schedule.digest,
+            mode="staged" if moved.on_host else moved.schedule.mode,
+            seconds=moved.seconds,
+            bound_s=byte_bound_s(graph.traffic, graph.world, self.cluster),
+            units=_units(graph, moved.changes, moved.result),
+            digest=moved.schedule.digest,
         )
 
     def least_s(self, old: GlobalPlan, new: GlobalPlan) -> float:
@@ -218,9 +202,6 @@ class Transitions:
     def _budget_bytes(self) -> int:
         return int(self.cluster.gpu.memory_bytes - OUTSIDE_TORCH_BYTES)
 
-    def _offloaded(self, plan: GlobalPlan) -> bool:
-        return any(plan.assignments[unit.stage].knobs.offload_optimizer for unit in self.units)
-
     def _rollout_s(self, old: GlobalPlan, new: GlobalPlan) -> float:
         """Engines that the old plan has not are started, all at once; others stay."""
         stage = ModelStage.ACTOR_GENERATE
@@ -230,7 +211,7 @@ class Transitions:
         return self.constants.engine_start_s if started else 0.0
 
 
-def _units(graph: Graph, changes: list[UnitChange], result: Estimate) -> dict[str, Any]:
+def _units(graph: Graph, changes: Sequence[UnitChange], result: Estimate) -> dict[str, Any]:
     """What a live transition's record says of each unit, as far as a graph knows it."""
     traffic = {
         graph.units[node.unit]: graph.traffic[node.id]
