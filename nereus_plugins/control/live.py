@@ -190,7 +190,8 @@ def _begin(run_dir: Path, launch: Launch) -> tuple[Controller, int]:
     journal = DecisionJournal(run_dir)
     try:
         entries = journal.read()
-        start = entries[0] if entries else {}
+        starts = [entry for entry in entries if entry["kind"] == "start"]
+        start = starts[-1] if starts else {}
         if (start.get("setting"), start.get("config")) == (
             _plain(launch.setting), _plain(launch.config),
         ):  # fmt: skip

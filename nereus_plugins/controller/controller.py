@@ -147,7 +147,8 @@ class Controller:
         """Learn from a finished step or an attempted transition; other records are passed over.
 
         A committed transition that was proposed here (its record says what was predicted) puts the
-        proposed plan in force; any other change of plan has to be told with `adopt`.
+        proposed plan in force, unless the rollout fell back; any other change of plan has to be
+        told with `adopt`.
         """
         if isinstance(record, (StepRecord, TransitionRecord)):
             self._write("observation", {"record": record.to_dict()})
@@ -266,10 +267,12 @@ class Controller:
     def _learn_transition(self, record: TransitionRecord) -> None:
         proposed = self._proposal_of(record)
         stall_s = record.stall_s
+        # Training followed and the rollout did not: what is in force is neither plan, and is told.
+        fell_back = bool(record.rollout.get("fell_back"))
         if record.outcome == "committed":
             self.books.stall(stall_s)
             self.learned.calibration.after_transition()
-            if proposed is not None and proposed.plan is not None:
+            if proposed is not None and proposed.plan is not None and not fell_back:
                 self._close_proofs()
                 if proposed.reason.startswith(_GRANTED):
                     self.books.granted += 1
@@ -280,8 +283,10 @@ class Controller:
                 self.epoch = record.epoch
                 self._entered(proposed.plan)
                 self._write_state()
-        elif record.outcome == "aborted" and proposed is not None and proposed.plan is not None:
+        elif record.outcome == "aborted":
             self.books.stall(stall_s)
+        failed = record.outcome == "aborted" or fell_back
+        if failed and proposed is not None and proposed.plan is not None:
             key = (self.plan.assignments, proposed.plan.assignments)
             self._impossible[key] = (self.plan, proposed.plan)
 

@@ -410,6 +410,27 @@ def test_a_plan_that_was_not_proposed_here_is_not_taken_for_the_proposal() -> No
     assert one.decide(Gpus(16), 4).epoch == 4
 
 
+def test_where_the_rollout_fell_back_the_proposal_is_not_in_force() -> None:
+    one = begun()
+    before = one.plan
+    leave = Gpus(16, leaving=8, notice_s=0.0)
+    found = one.decide(leave, 3)
+    assert found.plan is not None
+    one.observe(answer(found, "committed", rollout={"fell_back": "a server did not start"}))
+    assert (one.plan, one.epoch, one.proofs) == (before, 0, [])
+    again = one.decide(leave, 4)
+    assert again.plan is None or again.plan.assignments != found.plan.assignments
+    mixed = GlobalPlan(
+        {
+            **found.plan.assignments,
+            ModelStage.ACTOR_GENERATE: before.assignments[ModelStage.ACTOR_GENERATE],
+        },
+        name="mixed",
+    )
+    one.adopt(mixed, 1)  # as the job says
+    assert (one.plan, one.epoch) == (mixed, 1)
+
+
 def test_a_proposal_is_known_after_later_decisions_to_stay() -> None:
     """As one that waits for its approval."""
     one = begun()
