@@ -227,9 +227,9 @@ def gpus(argv: Sequence[str]) -> int:
 
 
 def _gpus(args: argparse.Namespace) -> int:
-    client = Client(args.run_dir)
     if args.gpus < 1 or args.notice < 0:
-        raise _Usage("a job takes at least one GPU, and a notice is at least 0 seconds")
+        raise _Usage("gpus must be at least 1, and --notice at least 0 seconds")
+    client = Client(args.run_dir)
     reply = client.call("gpus", epoch=client.endpoint.epoch, gpus=args.gpus, notice_s=args.notice)
     if reply["state"] == REFUSED:
         return _refused(reply)

@@ -138,7 +138,7 @@ def _in_layouts(plan: GlobalPlan, layouts: Mapping[str, Layout]) -> GlobalPlan:
 def main(arguments: Sequence[str], read: Callable[[Path], Iterator[Observed]] = read_log) -> int:
     """`read`: how the log is read.
 
-    Exit status: 0 learned, 1 the log has nothing to learn from, 2 wrong usage or bad input.
+    Exit status: 0 learned, 2 wrong usage or bad input, also a log with nothing to learn from.
     """
     parser = cli.parser()
     parser.prog = "nereus calibrate"
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str], read: Callable[[Path], Iterator[Observed]] = 
                 "response_length/mean",
                 file=sys.stderr,
             )
-            return 1
+            return 2
         learned.save(args.out)
     except (SpecError, OSError) as error:
         print(f"nereus calibrate: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereus_plugins.spec import Assignment, Layout, ModelStage, SpecError
+from nereus_plugins.spec.record import load_json, read_text
 
 if TYPE_CHECKING:
     from .estimate import Placed
@@ -379,8 +380,12 @@ class Calibration:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
         """Raises SpecError: another schema, or an entry that is missing or not known."""
-        if data.get("schema") != SCHEMA:
-            raise SpecError(f"calibration: schema {data.get('schema')!r} is not {SCHEMA}")
+        schema = data.get("schema") if isinstance(data, Mapping) else None
+        if schema != SCHEMA:
+            raise SpecError(
+                f"calibration: schema {schema!r} is not {SCHEMA}: not saved by this version of "
+                "nereus calibrate"
+            )
 
         def filters(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[ModelStage, Layout], Filter]:
             out = {}
@@ -407,7 +412,8 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
+        """Raises: SpecError naming the file; OSError."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except json.JSONDecodeError as error:
-            raise SpecError(f"calibration {path} is not valid JSON: {error}") from None
+            return cls.from_dict(load_json(read_text(path), "calibration"))
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None

@@ -21,6 +21,7 @@ from nereus_plugins.spec import (
     SpecError,
     WorkloadSpec,
 )
+from nereus_plugins.spec.record import require_int
 
 from .calibration import Calibration
 from .estimate import estimate
@@ -169,7 +170,7 @@ def workload_from(args: argparse.Namespace) -> WorkloadSpec:
     if args.workload is not None:
         return WorkloadSpec.load(args.workload)
     response = LengthDistribution.lognormal(
-        args.median_response or args.response_tokens / 2,
+        args.response_tokens / 2 if args.median_response is None else args.median_response,
         args.response_sigma,
         max_tokens=args.response_tokens,
     )
@@ -185,6 +186,8 @@ def workload_from(args: argparse.Namespace) -> WorkloadSpec:
 def plan_from(args: argparse.Namespace, job: JobSpec, cluster: ClusterSpec) -> GlobalPlan:
     if args.plan is not None:
         return GlobalPlan.load(args.plan)
+    for name in ("tp", "pp", "cp", "ulysses"):
+        require_int("layout", name, getattr(args, name))
     world = cluster.world_size
     split = args.tp * args.pp * args.cp * args.ulysses
     if world % split:
@@ -221,7 +224,10 @@ def plan_from(args: argparse.Namespace, job: JobSpec, cluster: ClusterSpec) -> G
     assignments: dict[ModelStage, Assignment] = {}
     for stage in job.stages():
         if stage is ModelStage.ACTOR_GENERATE:
-            tp = args.rollout_tp or min(args.tp, cluster.gpus_per_node)
+            tp = args.rollout_tp
+            if tp is None:
+                tp = min(args.tp, cluster.gpus_per_node)
+            require_int("rollout", "tp", tp)
             if world % tp:
                 raise SpecError(f"--rollout-tp {tp} does not divide gpus = {world}")
             assignments[stage] = Assignment(

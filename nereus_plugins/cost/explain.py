@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nereus_plugins.spec import ClusterSpec, GPUSpec, LinkSpec, SpecError
+from nereus_plugins.spec.record import require_int
 
 from .estimate import Estimate, StageEstimate
 from .hardware import find_gpu
@@ -31,6 +32,8 @@ def cluster_of(
         known = find_gpu(gpu)
     except KeyError as error:
         raise SpecError(str(error.args[0])) from None
+    require_int("cluster", "gpus", gpus)
+    require_int("cluster", "gpus_per_node", gpus_per_node)
     per_node = min(gpus_per_node, gpus)
     if gpus % per_node:
         raise SpecError(f"gpus={gpus} is not a multiple of gpus_per_node={per_node}")

@@ -17,6 +17,7 @@ from nereus_plugins.spec import (
     SpecError,
     WorkloadSpec,
 )
+from nereus_plugins.spec.record import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def words_of_script(path: Path) -> list[str]:
 
     Raises: SpecError where the file has no command that starts a known trainer.
     """
-    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = read_text(path).replace("\\\n", " ")
     variables: dict[str, str] = {}
     for line in text.splitlines():
         assigned = re.fullmatch(r"\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s$`]*)\s*", line)
@@ -74,6 +75,17 @@ def words_of_script(path: Path) -> list[str]:
                 line = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value, line)
             return shlex.split(line, comments=True)
     raise SpecError(f"{path}: no command that starts verl.trainer... or openrlhf...")
+
+
+def whole_number(text: str, setting: str, between: str) -> int:
+    """ "2" or "2.0" or "1e3". Raises: SpecError naming the setting, as the command writes it."""
+    try:
+        number = float(text)
+        if number == int(number):
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise SpecError(f"{setting}{between}{text} is not a whole number")
 
 
 def model_named(name: str, instead: str | None, *, value_head: bool = False) -> ModelSpec:
@@ -109,4 +121,9 @@ def read_launch(
 
     if is_openrlhf(words):
         return openrlhf_launch.read(words, model, critic, prompt_tokens)
+    if not any("verl." in word or "=" in word for word in words):
+        raise SpecError(
+            f"{shlex.join(words)[:80]!r} starts neither verl.trainer... nor openrlhf..., and "
+            "has no setting of theirs"
+        )
     return verl_launch.read(words, model, critic)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 
-from .launch import Launch, model_named
+from .launch import Launch, model_named, whole_number
 from .openrlhf_options import OPTIONS, VERSION
 
 S = ModelStage
@@ -129,12 +129,12 @@ class Flags:
             raise SpecError(f"{self.named(name)} {value} holds a shell variable: give its value")
         return value
 
-    def whole(self, name: str, default: int) -> int:
+    def whole(self, name: str, default: int, *, least: int = 1) -> int:
         value = self.text(name, str(default))
-        try:
-            return int(float(value))
-        except ValueError:
-            raise SpecError(f"{self.named(name)} {value} is not a whole number") from None
+        number = whole_number(value, self.named(name), " ")
+        if number < least:
+            raise SpecError(f"{self.named(name)} {value} must be at least {least}")
+        return number
 
     def number(self, name: str, default: float) -> float:
         value = self.text(name, str(default))
@@ -188,7 +188,7 @@ def read(
         updates_together=not at.on("ds.enable_sleep"),
     )
     groups, total = _groups(at, job)
-    zero = at.whole("ds.zero_stage", 2)
+    zero = at.whole("ds.zero_stage", 2, least=0)
     if zero not in (2, 3):
         raise SpecError(f"{at.named('ds.zero_stage')} {zero}: ZeRO stages 2 and 3 are modelled")
     micro = {"train": at.whole("train.micro_batch_size", 4 if at.old else 1),
@@ -275,7 +275,7 @@ def read(
 def _refuse(at: Flags) -> None:
     """What changes bytes or seconds and is not modelled."""
     wrong = []
-    if at.whole("ds.lora.rank", 0) or at.on("ds.load_in_4bit"):
+    if at.whole("ds.lora.rank", 0, least=0) or at.on("ds.load_in_4bit"):
         wrong.append(("ds.lora.rank", "adapters and 4-bit weights"))
     if at.whole("ds.zpg", 1) > 1:
         wrong.append(("ds.zpg", "ZeRO++'s second copy of the weights"))
@@ -298,7 +298,7 @@ def _lengths(at: Flags, prompt_tokens: int | None) -> tuple[int, int, str]:
     if at.old and not at.on("data.max_len"):
         return 1024, 1024, "--generate_max_len"
     total = at.whole("data.max_len", 2048)
-    new = at.whole("rollout.max_new_tokens", 0)
+    new = at.whole("rollout.max_new_tokens", 0, least=0)
     if new:
         prompt = prompt_tokens or max(1, total - new)
         return prompt, min(new, total - prompt), at.named("rollout.max_new_tokens")
@@ -317,7 +317,7 @@ def _groups(at: Flags, job: JobSpec) -> tuple[dict[str, tuple[int, ...]], int]:
     def count(name: str) -> int:
         return at.whole(f"{name}.num_nodes", 1) * at.whole(f"{name}.num_gpus_per_node", 8)
 
-    engines = at.whole("vllm.num_engines", 0) * at.whole("vllm.tensor_parallel_size", 1)
+    engines = at.whole("vllm.num_engines", 0, least=0) * at.whole("vllm.tensor_parallel_size", 1)
     if engines == 0:
         raise SpecError(
             f"{at.named('vllm.num_engines')} is missing: generation runs on vLLM engines"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 
-from .launch import Launch, model_named
+from .launch import Launch, model_named, whole_number
 
 S = ModelStage
 _ACTOR = "actor_rollout_ref.actor"
@@ -35,17 +35,19 @@ class Overrides:
             raise SpecError(f"{key}={value} holds a shell variable: give its value")
         return value
 
-    def whole(self, key: str, default: int) -> int:
-        return self.optional(key) or default
+    def whole(self, key: str, default: int, *, least: int = 1) -> int:
+        value = self.optional(key)
+        if value is None:
+            return default
+        if value < least:
+            raise SpecError(f"{key}={value} must be at least {least}")
+        return value
 
     def optional(self, key: str) -> int | None:
         value = self.text(key, "null")
         if value.lower() in ("null", "none"):
             return None
-        try:
-            return int(float(value))
-        except ValueError:
-            raise SpecError(f"{key}={value} is not a whole number") from None
+        return whole_number(value, key, "=")
 
     def number(self, key: str, default: float) -> float:
         value = self.text(key, str(default))
@@ -180,7 +182,7 @@ def _layout(at: Overrides, section: str, megatron: bool, gpus: int) -> Layout:
             raise SpecError(
                 f"{section}.ulysses_sequence_parallel_size={ulysses} does not divide {gpus} GPUs"
             )
-        size = at.whole(f"{section}.fsdp_config.fsdp_size", -1)
+        size = at.whole(f"{section}.fsdp_config.fsdp_size", -1, least=-1)
         hybrid = 0 < size < gpus
         return Layout(
             dp=gpus // ulysses,

@@ -83,7 +83,9 @@ def main(arguments: Sequence[str]) -> int:
         unknown = [name for name in names if name not in run.POLICIES]
         if unknown or not names:
             wrong = unknown[0] if unknown else args.policies
-            raise SpecError(f"no policy {wrong!r}: choose from {', '.join(run.POLICIES)}")
+            raise SpecError(
+                f"--policies: no policy {wrong!r}: choose from {', '.join(run.POLICIES)}"
+            )
         if args.seed is not None and args.seed < 0:
             raise SpecError(f"--seed must be at least 0, got {args.seed}")
         for name in names if args.records else ():

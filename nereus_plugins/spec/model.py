@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .record import Record, SpecError, require, require_bool, require_choice, require_int
+from .record import (
+    Record,
+    SpecError,
+    load_json,
+    read_text,
+    require,
+    require_bool,
+    require_choice,
+    require_int,
+)
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek")
@@ -257,15 +265,14 @@ def _read_config(config: Any) -> Mapping[str, Any]:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = load_json(read_text(path), f"model config {path}")
         except OSError as error:
             raise SpecError(f"model config {path} cannot be read: {error.strerror}") from None
-        except json.JSONDecodeError as error:
-            raise SpecError(f"model config {path} is not valid JSON: {error}") from None
-        if isinstance(data, dict):
-            data.setdefault("_name_or_path", path.resolve().parent.name)
-    else:
-        data = config.to_dict() if hasattr(config, "to_dict") else config
+        if not isinstance(data, dict) or "model_type" not in data:
+            raise SpecError(f"model config {path}: a mapping with model_type is expected")
+        data.setdefault("_name_or_path", path.resolve().parent.name)
+        return data
+    data = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(data, Mapping):
         raise SpecError(f"model config: expected a mapping, got {type(data).__name__}")
     return data

@@ -197,11 +197,7 @@ class Record:
 
     @classmethod
     def from_json(cls: type[R], text: str) -> R:
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"{cls.__name__}: not valid JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(load_json(text, cls.__name__))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -214,11 +210,9 @@ class Record:
     def load(cls: type[R], path: str | Path) -> R:
         """Read a .yaml, .yml or .json file. Raises: SpecError naming the file; OSError."""
         path = Path(path)
+        text = read_text(path)
         try:
-            text = path.read_text(encoding="utf-8")
             return cls.from_json(text) if path.suffix == ".json" else cls.from_yaml(text)
-        except UnicodeDecodeError as error:
-            raise SpecError(f"{path}: not text: {error}") from None
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from None
 
@@ -239,6 +233,22 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_text(path: str | Path) -> str:
+    """What is in a file. Raises: SpecError naming a file that is not text; OSError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: not text: {error}") from None
+
+
+def load_json(text: str, where: str) -> Any:
+    """Parse JSON. Raises: SpecError naming `where`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: not valid JSON: {error}") from None
+
+
 def load_yaml(text: str, where: str) -> Any:
     """Parse YAML; a syntax error or a repeated key raises `SpecError` naming `where`."""
     try:
@@ -247,7 +257,14 @@ def load_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         # The last three: of a value that is not of its kind (a date, a number too long), of depth.
-        raise SpecError(f"{where}: not valid YAML: {error}") from None
+        raise SpecError(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -126,8 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         records = read_records(args.run)
+        said = False
         for line in (json.dumps(r.to_dict()) for r in records) if args.json else lines(records):
             print(line)
+            said = True
+        if not said:
+            print(f"nereus records: {args.run}: no record yet", file=sys.stderr)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; nothing may be written at exit either.

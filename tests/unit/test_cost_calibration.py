@@ -242,7 +242,7 @@ def test_the_command_learns_and_estimate_uses_it(
 def test_a_log_without_steps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "empty.log"
     log.write_text("nothing\n")
-    assert main([str(log), "--out", str(tmp_path / "c.json"), *COMMON]) == 1
+    assert main([str(log), "--out", str(tmp_path / "c.json"), *COMMON]) == 2
     assert "has no step" in capsys.readouterr().err
     assert main([str(tmp_path / "no.log"), "--out", str(tmp_path / "c.json"), *COMMON]) == 2
 
