@@ -99,6 +99,12 @@ def _control(command: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
+def _drain(arguments: Sequence[str]) -> int:
+    from nereus_plugins.control.drain import main
+
+    return main(arguments)
+
+
 def _missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
     print(
         f"nereus {command}: {error.name} is not installed; pip install 'nereus-plugins[{extra}]'",
@@ -131,6 +137,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "resume": ("end `nereus pause`", _control("resume")),
     "gpus": ("say how many GPUs a live job with a controller may use", _control("gpus")),
     "approve": ("have a live job execute what its controller proposed", _control("approve")),
+    "drain": ("tell Ray, and the jobs on it, that this node is going to go", _drain),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
 import sys
 import time
@@ -125,7 +126,7 @@ class VerlJob:
             *self._ranks.setup.args(),
             timeout_s=SETUP_TIMEOUT_S,
         )
-        self._ranks.set_hosts([answer["host"] for answer in answers])
+        self._ranks.set_places(answers)
         for answer in answers:
             built = {name: Layout.from_dict(f) for name, f in answer["layouts"].items()}
             if any(not _same_ranks(built[name], self._layouts[name]) for name in self._layouts):
@@ -193,14 +194,21 @@ class VerlJob:
         return self._epoch
 
     def gpus(self) -> Gpus:
-        """The ranks, and what Ray has free where more may join; or as `nereus gpus` said last."""
+        """The ranks, and what Ray has free where more may join; or as `nereus gpus` said last; but
+        for those whose node Ray drains. One is always kept: a job on none cannot go on."""
         world = self.world_size()
         if not self.checked.ranks_may_change():
             return Gpus(world)
-        granted = self._inbox.granted()
+        granted, draining = self._inbox.granted(), self._ranks.draining()
+        keep, left_s = world, math.inf
+        if draining:
+            keep = max(1, world - len(draining))
+            left_s = max(min(draining.values()) - time.time(), 0.0)
         if granted is not None and granted.gpus < world:
-            left_s = max(granted.deadline - time.monotonic(), 0.0)
-            return Gpus(world, world - granted.gpus, left_s)
+            keep = min(keep, granted.gpus)
+            left_s = min(left_s, max(granted.deadline - time.monotonic(), 0.0))
+        if keep < world:
+            return Gpus(world, world - keep, left_s)
         most = world + self._ranks.free()
         return Gpus(most if granted is None else min(most, granted.gpus))
 

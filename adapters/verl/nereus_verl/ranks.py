@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from nereus_plugins.control import ray_private
 from nereus_plugins.gtg.scalars import derived_seed
 from nereus_plugins.transport.control import ControlError, report_lost
 from nereus_verl import membership, verl_private, worker
@@ -51,6 +52,7 @@ class Rank:
     """One rank's process.
 
     worker: Ray handle. name: of its actor. group, bundle: its seat. host: its node's address.
+    node: Ray's name of its node.
     """
 
     worker: Any
@@ -58,6 +60,11 @@ class Rank:
     group: Any
     bundle: int
     host: str = ""
+    node: str = ""
+
+    def at(self, answer: Mapping[str, Any]) -> Rank:
+        """Where its process says it is (`worker.setup`)."""
+        return replace(self, host=answer["host"], node=answer["node"])
 
 
 class Ranks:
@@ -94,12 +101,16 @@ class Ranks:
     def names(self) -> list[str]:
         return [rank.name for rank in self.current]
 
-    def set_hosts(self, hosts: Sequence[str]) -> None:
-        pairs = zip(self.current, hosts, strict=True)
-        self.current = [replace(rank, host=host) for rank, host in pairs]
+    def set_places(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Args: by rank, what its process says of itself."""
+        pairs = zip(self.current, answers, strict=True)
+        self.current = [rank.at(answer) for rank, answer in pairs]
 
     def change_to(self, world: int, leave: Sequence[int] = ()) -> Change | None:
-        """The way to `world` ranks, None if nobody joins or leaves. Args: as `staying`."""
+        """The way to `world` ranks, None if nobody joins or leaves. Args: as `staying`; where
+        nobody is named, those whose node goes leave first."""
+        if world < len(self):
+            leave = leave or tuple(self.draining())[: len(self) - world]
         stay = staying(len(self), world, leave)
         return None if len(stay) == len(self) == world else Change(self, stay, world)
 
@@ -120,8 +131,17 @@ class Ranks:
 
     def free(self) -> int:
         """How many could join now: on free seats, and on what Ray has free."""
-        kind = verl_private.ray_resource()
-        return len(self.free_seats()) + int(ray.available_resources().get(kind, 0.0))
+        kind, goes = verl_private.ray_resource(), ray_private.draining()
+        nodes = ray_private.free_by_node()
+        free = sum(int(has.get(kind, 0.0)) for node, has in nodes.items() if node not in goes)
+        return len(self.free_seats()) + free
+
+    def draining(self) -> dict[int, float]:
+        """Ranks whose node Ray drains, the last first: until when it is there, in seconds since the
+        epoch; infinite where nobody said."""
+        goes = ray_private.draining()
+        ranks = reversed(list(enumerate(self.current)))
+        return {rank: goes[one.node] for rank, one in ranks if one.node in goes}
 
     def free_seats(self) -> list[tuple[Any, int]]:
         taken = {(id(rank.group), rank.bundle) for rank in self.current}
@@ -245,9 +265,8 @@ class Change:
             )
         except WorkersFailed as error:
             raise ClaimFailed(f"a process for a new rank did not start: {error}") from error
-        hosts = [answer["host"] for answer in answers]
-        pairs = zip(self._joined, hosts, strict=True)
-        self._joined = [replace(rank, host=host) for rank, host in pairs]
+        pairs = zip(self._joined, answers, strict=True)
+        self._joined = [rank.at(answer) for rank, answer in pairs]
 
     def _new_seats(self, count: int, timeout_s: float) -> list[tuple[Any, int]]:
         groups = [

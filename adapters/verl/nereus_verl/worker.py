@@ -91,7 +91,7 @@ def setup(
         elsewhere, optimizer_groups: by unit, the layouts in force and what the optimizers there are
             made of (Megatron), where this process is not a rank yet.
 
-    Returns: {"rank", "layouts": {unit: layout}, "host"}.
+    Returns: {"rank", "layouts": {unit: layout}, "host", "node"}; "node" is Ray's name of it.
     """
     verl_private.check_version()
     if hasattr(worker, STATE):
@@ -125,6 +125,7 @@ def setup(
         "rank": rank,
         "layouts": {name: unit.layout().to_dict() for name, unit in units.items()},
         "host": ray.util.get_node_ip_address(),
+        "node": ray.get_runtime_context().get_node_id(),
     }
 
 
