@@ -1,0 +1,1 @@
+"""Seeded faults in a real job of several processes. `python -m tests.faults --help`."""

@@ -1,0 +1,152 @@
+"""One rank of the job that faults strike: does what the driver asks for, and answers."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import shutil
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus_plugins.gtg.execute import (
+    RankTransition,
+    ReleaseFailed,
+    TransitionAborted,
+    TransitionOptions,
+    TransitionUnrecoverable,
+)
+from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
+from nereus_plugins.selftest import oracle
+from nereus_plugins.selftest.cases import Case
+from nereus_plugins.selftest.compare import whole_state
+from nereus_plugins.selftest.proofs import STAGING_BYTES, UNIT, _budget, make_job
+from nereus_plugins.selftest.ranks import Bench, end_now, end_with_parent, prepare_process
+from nereus_plugins.spec import Layout
+from nereus_plugins.transport.control import Control
+from tests.faults.scenario import STEP_TIMEOUT_S, TIMEOUT_S
+
+_SAVE = {"fsdp2": oracle.save_fsdp2, "megatron": oracle.save_megatron}
+_LOAD = {"fsdp2": oracle.load_fsdp2, "megatron": oracle.load_megatron}
+
+
+def main(rank: int, world: int, port: int, pipe: Connection, case: Case, layout: Layout) -> None:
+    """Args: port: of the store. case: its model. layout: to begin in."""
+    end_with_parent()
+    prepare_process("cpu")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, None, False),
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=STEP_TIMEOUT_S),
+    )
+    bench = Bench(rank, world, torch.device("cpu"), Path(), TIMEOUT_S)
+    it = _Rank(bench, case, layout)
+    pipe.send_bytes(b'{"value": null}')
+    while True:
+        try:
+            command, arguments = json.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        pipe.send_bytes(json.dumps(it.answer(command, arguments)).encode())
+    end_now()
+
+
+class _Rank:
+    def __init__(self, bench: Bench, case: Case, layout: Layout) -> None:
+        self._bench = bench
+        self._case = case
+        self._job: Any = make_job(case, layout, bench, seed=1)
+        self._control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
+        self._transition: RankTransition | None = None
+        self._budget: Any = None
+
+    def answer(self, command: str, arguments: list[Any]) -> dict[str, Any]:
+        try:
+            return {"value": getattr(self, command)(*arguments)}
+        except TransitionAborted as error:
+            return {"failed": "aborted", "lost": error.lost_ranks, "said": str(error)}
+        except ReleaseFailed as error:
+            return {"failed": "release", "said": str(error)}
+        except TransitionUnrecoverable as error:
+            return {"failed": "unrecoverable", "said": str(error)}
+        except Exception as error:
+            return {"failed": "raised", "said": f"{type(error).__name__}: {error}"}
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def arm(self, fault: str) -> None:
+        os.environ[ENVIRONMENT_VARIABLE] = fault
+
+    def disarm(self) -> None:
+        os.environ.pop(ENVIRONMENT_VARIABLE, None)
+
+    def train(self, step: int) -> float | None:
+        loss: float | None = self._job.train_step(step)
+        return loss
+
+    def limit(self, target: dict[str, Any]) -> None:
+        """Have memory for the old layout or the target, not for both; collective."""
+        self._budget = _budget(self._job, Layout.from_dict(target), self._bench)
+
+    def prepare(self, target: dict[str, Any], epoch: int) -> str:
+        """Returns: "intact" or "staged"."""
+        layout, bench, budget = Layout.from_dict(target), self._bench, self._budget
+        self._transition = RankTransition(
+            {UNIT: self._job},
+            rank=bench.rank,
+            world=bench.world,
+            control=self._control,
+            options=TransitionOptions(
+                timeout_s=bench.timeout_s,
+                memory_budget_bytes=budget.nbytes if budget else None,
+                staging_bytes=STAGING_BYTES if budget else None,
+            ),
+        )
+        predicted = {UNIT: budget.target} if budget else None
+        return self._transition.prepare({UNIT: layout}, epoch, predicted).mode
+
+    def commit(self) -> None:
+        assert self._transition is not None
+        self._transition.commit()
+
+    def release(self) -> None:
+        assert self._transition is not None
+        self._transition.release()
+
+    def abort(self) -> list[int]:
+        """Returns: ranks that are lost."""
+        assert self._transition is not None
+        return list(self._transition.abort())
+
+    def layout(self) -> dict[str, Any]:
+        return self._job.layout().to_dict()
+
+    def digest(self) -> str:
+        """Of the whole state of the unit, bits and scalars; collective."""
+        tensors, scalars = whole_state(self._job.described(), self._bench.device)
+        found = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode())
+        for name in sorted(tensors):
+            found.update(name.encode())
+            found.update(tensors[name].numpy().tobytes())
+        return found.hexdigest()
+
+    def save(self, folder: str) -> None:
+        """A snapshot in the framework's own format; collective."""
+        if self._bench.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(folder).mkdir(parents=True)
+        dist.barrier()
+        _SAVE[self._case.backend](self._job, Path(folder))
+        dist.barrier()
+
+    def load(self, folder: str) -> None:
+        _LOAD[self._case.backend](self._job, Path(folder))
+        dist.barrier()
