@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # verl's main_ppo on CPU over two Ray nodes, and a third that joins while the job trains.
-# usage: run.sh [directory] [Hydra overrides]
+# usage: run.sh [directory] [Hydra overrides]; SCHEDULE in the environment takes the place of the plan
 set -euo pipefail
 directory=$(realpath -m "${1:-nereus-nodes}")
 shift || true
@@ -71,6 +71,7 @@ started 127.0.0.3
   wait
 ) &
 
+schedule=${SCHEDULE-'{2: {ranks: 4}, 3: {ranks: 2, leave: [0, 1]}}'}
 ARR=actor_rollout_ref
 fsdp2() { # <part of the configuration> <its engine>
   echo $1.strategy=fsdp2 $2.use_torch_compile=False $2.model_dtype=fp32 $2.dtype=float32 \
@@ -79,7 +80,7 @@ fsdp2() { # <part of the configuration> <its engine>
 
 RAY_ADDRESS=$head "$python" -m verl.trainer.main_ppo \
   $(fsdp2 $ARR.actor $ARR.actor.fsdp_config) $(fsdp2 critic critic.fsdp) \
-  +nereus=on '++nereus.schedule={2: {ranks: 4}, 3: {ranks: 2, leave: [0, 1]}}' \
+  +nereus=on "++nereus.schedule=$schedule" \
   nereus.claim_timeout_s=120 nereus.run_dir="$directory/records" \
   trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1 trainer.logger='["console","file"]' \
   trainer.total_training_steps=4 trainer.total_epochs=1000 trainer.val_before_train=False \

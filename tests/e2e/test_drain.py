@@ -19,7 +19,7 @@ from tests.e2e.jobs import TIMEOUT_S
 from tests.e2e.test_nodes import RECIPE, SECOND
 
 NOTICE_S = 60
-STEPS = 20
+STEPS = 14
 
 
 @pytest.mark.full
@@ -30,12 +30,13 @@ def test_a_node_that_ray_drains_is_left_within_the_notice(tmp_path: Path) -> Non
         **os.environ,
         **observe.environment(tmp_path / "observed"),
         "PYTHON": sys.executable,
+        "SCHEDULE": "{}",
         "TMPDIR": str(scratch),  # where the recipe keeps Ray's files
     }
     with open(log, "w") as out:
         process = subprocess.Popen(
             [
-                str(RECIPE), str(job), "++nereus.schedule={}", "nereus.controller.mode=act",
+                str(RECIPE), str(job), "nereus.controller.mode=act",
                 f"trainer.total_training_steps={STEPS}",
             ],
             env=environment, stdout=out, stderr=subprocess.STDOUT,
