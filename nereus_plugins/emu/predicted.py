@@ -6,18 +6,23 @@ names and shapes are those of the described unit so that the two can be compared
 
 - megatron: as megatron-core 0.16.1's `sharded_state_dict()` names them, optimizer state cut by the
   flat ranges of the distributed optimizer (`predict_megatron.py`);
-- fsdp2: Hugging Face parameter names, each parameter cut along dim 0 (`predict_fsdp2.py`).
+- fsdp2: Hugging Face parameter names, each parameter cut along dim 0 (`predict_fsdp2.py`);
+- deepspeed: the same names, cut by AutoTP and by DeepSpeed 0.19.6's ZeRO (`predict_deepspeed.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nereus_plugins.emu import predict_fsdp2, predict_megatron
+from nereus_plugins.emu import predict_deepspeed, predict_fsdp2, predict_megatron
 from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec, SpecError
 
-BACKENDS = {"megatron": predict_megatron.predict, "fsdp2": predict_fsdp2.predict}
+BACKENDS = {
+    "megatron": predict_megatron.predict,
+    "fsdp2": predict_fsdp2.predict,
+    "deepspeed": predict_deepspeed.predict,
+}
 
 
 def predict_unit(
@@ -36,7 +41,7 @@ def predict_unit(
     Args:
         model: what is built.
         layout: how it is cut; `layout.check(model)` must hold.
-        backend: "megatron" or "fsdp2".
+        backend: "megatron", "fsdp2" or "deepspeed".
         optimizer: adds masters and moments; None for a model that is not trained.
         param_dtype: dtype of the weights ("bfloat16", "float32", ...).
         ranks: global rank of each of the layout's ranks; None means 0 .. layout.world_size-1.

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nereus_plugins.selftest.proofs import Check
 
-BACKENDS = ("megatron", "fsdp2")
+BACKENDS = ("megatron", "fsdp2", "deepspeed")
+_PACKAGES = {"megatron": "megatron.core", "fsdp2": "torch", "deepspeed": "deepspeed"}
+_EXTRAS = {"megatron": "megatron", "deepspeed": "openrlhf"}
 CPU_RANKS = 4
 LIMIT_S = 1800.0
 KILL_TIMEOUT_S = 10.0
@@ -45,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     backends: tuple[str, ...] = BACKENDS if args.backend == "all" else (args.backend,)
-    if "megatron" in backends and not _has_megatron():
-        _say("megatron: not installed; pip install 'nereus-plugins[megatron]'", args.json)
-        backends = tuple(b for b in backends if b != "megatron")
-        if not backends:
-            return 2
+    for missing in [b for b in backends if not _installed(_PACKAGES[b])]:
+        extra = _EXTRAS[missing]
+        _say(f"{missing}: not installed; pip install 'nereus-plugins[{extra}]'", args.json)
+        backends = tuple(b for b in backends if b != missing)
+    if not backends:
+        return 2
     checks: list[Check] = []
     for backend in backends:
         _say(f"{backend}: {ranks} ranks on {device}", args.json)
@@ -149,9 +152,9 @@ def run_killed(backend: str, phase: str, *, device: str) -> list[Check]:
     return [Check(**c) for c in survivor.value]
 
 
-def _has_megatron() -> bool:
+def _installed(package: str) -> bool:
     try:
-        return importlib.util.find_spec("megatron.core") is not None
+        return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the parent package is not there
         return False
 

@@ -13,7 +13,7 @@ class Case:
     """A pair of layouts.
 
     Attributes:
-        backend: "megatron" or "fsdp2".
+        backend: "megatron", "fsdp2" or "deepspeed".
         model: keyword arguments of the job's model.
         source, target: the layouts.
         checkpoint: whether the framework's own checkpoint can go from source to target at all.
@@ -44,6 +44,10 @@ def _plain(tp: int = 1, pp: int = 1, dp: int = 1) -> Layout:
 
 def _fsdp(dp: int, tp: int = 1) -> Layout:
     return Layout(dp=dp, tp=tp, sharding="fsdp")
+
+
+def _zero(stage: int, dp: int = 1, tp: int = 1) -> Layout:
+    return Layout(tp=tp, dp=dp, sharding=f"zero{stage}" if stage else "none")
 
 
 _HSDP = Layout(dp=4, sharding="hsdp", shard_size=2)
@@ -79,10 +83,30 @@ FSDP2 = [
     Case("fsdp2", {"mixed": True}, _HSDP, _fsdp(2, tp=2)),
     Case("fsdp2", _FP32, _fsdp(2), _fsdp(1, tp=2)),
 ]
+# Different numbers of ranks, stages and AutoTP; two parameter groups, gradient accumulation.
+# DeepSpeed's universal checkpoints change the number of ranks, not the stage.
+_ROUND = {"bf16": True, "round_robin": True}
+DEEPSPEED = [
+    Case("deepspeed", _BF16, _zero(2, 2), _zero(2, 1)),
+    Case("deepspeed", _BF16, _zero(3, 2), _zero(3, 1)),
+    Case("deepspeed", _BF16, _zero(2, 2), _zero(3, 4), checkpoint=False),
+    Case("deepspeed", _BF16, _zero(3, 3), _zero(1, 2, tp=2), checkpoint=False),
+    Case("deepspeed", _FP32, _zero(3, 4), _zero(2, 3), checkpoint=False),
+    Case("deepspeed", _FP32, _zero(0, 2), _zero(3, 2), checkpoint=False),
+    Case("deepspeed", _BF16, _zero(0, 2), _zero(2, 4), checkpoint=False),
+    Case("deepspeed", _BF16, _zero(1, 4), _zero(0, 1, tp=2), checkpoint=False),
+    Case("deepspeed", _BF16, _zero(2, 2, tp=2), _zero(3, 2, tp=2), checkpoint=False),
+    Case("deepspeed", _BOTH, _zero(3, 4), _zero(2, 2), checkpoint=False),
+    Case(
+        "deepspeed", {"bf16": True, "fp32_grads": True}, _zero(1, 3), _zero(2, 4), checkpoint=False
+    ),
+    Case("deepspeed", _ROUND, _zero(2, 3), _zero(1, 4), checkpoint=False),
+]
 # For failures: source and target share no rank's state unchanged.
 FAILURE = {
     "megatron": Case("megatron", _BF16, _zero1(tp=2), _zero1(dp=2)),
     "fsdp2": Case("fsdp2", _FP32, _fsdp(2), Layout(tp=2, sharding="fsdp")),
+    "deepspeed": Case("deepspeed", _BF16, _zero(2, 2), _zero(3, tp=2)),
 }
 # Layouts gone through in turn, again and again.
 SOAK = {
@@ -91,11 +115,15 @@ SOAK = {
         _zero1(tp=2), _zero1(dp=2),
     ],
     "fsdp2": [_fsdp(4), _fsdp(2), _HSDP, _fsdp(2, tp=2), _fsdp(3), _fsdp(1, tp=2)],
+    "deepspeed": [
+        _zero(2, 2), _zero(3, 4), _zero(1, 2, tp=2), _zero(3, 1, tp=2), _zero(0, 2), _zero(2, 3),
+        _zero(3, 2),
+    ],
 }  # fmt: skip
 
 
 def cases(backend: str, ranks: int, *, at_least: int = 1, quick: bool = False) -> list[Case]:
     """The pairs that fit on `ranks` ranks and take `at_least` so many; four of them if quick."""
-    found = MEGATRON if backend == "megatron" else FSDP2
+    found = {"megatron": MEGATRON, "fsdp2": FSDP2, "deepspeed": DEEPSPEED}[backend]
     fitting = [c for c in found if at_least <= c.ranks <= ranks]
     return fitting[:4] if quick else fitting

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nereus_plugins.selftest.deepspeed_job import DeepSpeedJob
     from nereus_plugins.selftest.fsdp2_job import Fsdp2Job
     from nereus_plugins.selftest.megatron_job import MegatronJob
 
@@ -102,3 +103,40 @@ def _fsdp2_state(job: Fsdp2Job) -> dict[str, Any]:
     built = job.current
     model, optimizer = get_state_dict(built.module, built.optimizer)
     return {"model": model, "optimizer": optimizer, "scheduler": built.scheduler.state_dict()}
+
+
+def save_deepspeed(job: DeepSpeedJob, path: Path) -> None:
+    """Save a DeepSpeed job and make DeepSpeed's universal checkpoint of it."""
+    import argparse
+
+    import torch.distributed as dist
+    from deepspeed.checkpoint import ds_to_universal
+
+    built = job.current
+    if built.engine is not None:
+        with built.in_force():
+            built.engine.save_checkpoint(str(path), tag="saved")
+            dist.barrier()
+    if dist.get_rank() == 0:
+        ds_to_universal.main(
+            argparse.Namespace(
+                input_folder=str(path / "saved"),
+                output_folder=str(path / "universal"),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+    dist.barrier()
+
+
+def load_deepspeed(job: DeepSpeedJob, path: Path) -> None:
+    """Load what `save_deepspeed` wrote into a job with any number of ranks of the same stage."""
+    built = job.current
+    if built.engine is None:
+        return
+    with built.in_force():
+        built.engine._config.load_universal_checkpoint = True
+        built.engine.load_checkpoint(str(path), tag="universal")

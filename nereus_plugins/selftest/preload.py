@@ -7,5 +7,6 @@ from nereus_plugins.selftest.ranks import prepare_process
 
 prepare_process("cpu")
 importlib.import_module("nereus_plugins.selftest.fsdp2_job")
-with contextlib.suppress(ImportError):  # FSDP2 alone needs no Megatron-core
-    importlib.import_module("nereus_plugins.selftest.megatron_job")
+for other in ("megatron_job", "deepspeed_job"):  # FSDP2 alone needs neither framework
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"nereus_plugins.selftest.{other}")

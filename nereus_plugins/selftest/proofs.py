@@ -144,6 +144,11 @@ def make_job(case: Case, layout: Layout, bench: Bench, seed: int) -> Any:
 
         megatron = MegatronModel(**case.model)
         return MegatronJob(UNIT, megatron, layout, seed=seed, device=bench.device)
+    if case.backend == "deepspeed":
+        from nereus_plugins.selftest.deepspeed_job import DeepSpeedJob, DeepSpeedModel
+
+        deepspeed = DeepSpeedModel(**case.model)
+        return DeepSpeedJob(UNIT, deepspeed, layout, seed=seed, device=bench.device)
     from nereus_plugins.selftest.fsdp2_job import Fsdp2Job, Fsdp2Model
 
     return Fsdp2Job(UNIT, Fsdp2Model(**case.model), layout, seed=seed, device=bench.device)
@@ -251,6 +256,7 @@ _Oracle = tuple[Callable[[Any, Path], None], Callable[[Any, Path], None]]
 _ORACLES: dict[str, _Oracle] = {
     "megatron": (oracle.save_megatron, oracle.load_megatron),
     "fsdp2": (oracle.save_fsdp2, oracle.load_fsdp2),
+    "deepspeed": (oracle.save_deepspeed, oracle.load_deepspeed),
 }
 
 
@@ -370,7 +376,7 @@ def soak(bench: Bench, backend: str, transitions: int) -> list[dict[str, Any]]:
     notes = _Notebook(bench, control)
     driver = _Driver(bench, control)
     layouts = [lay for lay in SOAK[backend] if lay.world_size <= bench.world]
-    model = {"bf16": True} if backend == "megatron" else {}
+    model = {} if backend == "fsdp2" else {"bf16": True}
     job = make_job(Case(backend, model, layouts[0], layouts[0]), layouts[0], bench, seed=1)
     usage: list[_Usage] = []
     wrong: list[str] = []

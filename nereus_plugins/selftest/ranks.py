@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import importlib.util
 import json
 import logging
 import multiprocessing as mp
@@ -63,9 +64,11 @@ def prepare_process(device: str) -> None:
     torch.set_num_threads(1)
     if device == "cpu":
         # Only a CPU machine needs it, and only there it must be installed with the package.
-        from nereus_cpu import megatron
+        from nereus_cpu import deepspeed, megatron
 
         megatron.install()
+        if importlib.util.find_spec("deepspeed") is not None:
+            deepspeed.install()
 
 
 def end_with_parent() -> None:

@@ -155,6 +155,61 @@ def test_fsdp2() -> None:
         assert_alike(joined(results, i), predicted, f"{config} {layout}")
 
 
+DEEPSPEED_LAYOUTS = [
+    Layout(dp=4),
+    Layout(dp=4, sharding="zero1"),
+    Layout(dp=4, sharding="zero2"),
+    Layout(dp=4, sharding="zero3"),
+    Layout(tp=2, dp=2),
+    Layout(tp=2, dp=2, sharding="zero2"),
+    Layout(tp=2, dp=2, sharding="zero3"),
+]
+
+
+def described_deepspeed(
+    rank: int, world: int, variants: list[dict[str, Any]], layouts: list[Layout]
+) -> list[bytes]:
+    """The rank's table of each variant in each layout, from a DeepSpeed engine."""
+    import nereus_cpu.deepspeed
+
+    nereus_cpu.deepspeed.install()
+    from nereus_plugins.selftest.deepspeed_job import DeepSpeedJob, DeepSpeedModel
+
+    tables = []
+    for settings, layout in product(variants, layouts):
+        job = DeepSpeedJob("actor", DeepSpeedModel(**settings), layout, seed=1, device=CPU)
+        tables.append(job.described().table(rank).to_bytes())
+        job.close()
+    return tables
+
+
+def test_deepspeed() -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: the openrlhf environment has it")
+    variants = [
+        {"bf16": True, "vocab": 52},
+        {"bf16": True, "vocab": 52, "tied": True},
+        {"bf16": False, "vocab": 52},
+    ]
+    results = run_ranks(described_deepspeed, 4, variants, DEEPSPEED_LAYOUTS, timeout_s=300)
+    for i, (variant, layout) in enumerate(product(variants, DEEPSPEED_LAYOUTS)):
+        model = ModelSpec(
+            name="job",
+            num_layers=2,
+            hidden_size=32,
+            ffn_hidden_size=44,
+            num_attention_heads=4,
+            num_kv_heads=2,
+            vocab_size=52,
+            qkv_bias=True,
+            tied_embeddings=variant.get("tied", False),
+        )
+        dtype = "bfloat16" if variant["bf16"] else "float32"
+        predicted = predict_unit(
+            model, layout, backend="deepspeed", optimizer=OptimizerSpec(), param_dtype=dtype
+        )
+        assert_alike(joined(results, i), predicted, f"{variant} {layout}")
+
+
 MOE = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
 
 

@@ -2,10 +2,13 @@
 
 import math
 
+import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.predicted import predict_unit
+from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.tiling import check_tiling
 from nereus_plugins.spec import Layout, ModelSpec, MoESpec, OptimizerSpec, SpecError
 
@@ -100,3 +103,86 @@ def test_fsdp2(model: ModelSpec, dp: int, ulysses: int, sharding: str, data: st.
     rank = data.draw(st.integers(0, layout.world_size - 1))
     one = predict_unit(model, layout, backend="fsdp2", optimizer=OptimizerSpec(), rank=rank)
     assert one.equals(table.of_rank(rank))
+
+
+STAGES = st.sampled_from(["none", "zero1", "zero2", "zero3"])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    small,
+    small,
+    STAGES,
+    st.sampled_from(["bfloat16", "float32"]),
+    st.booleans(),
+    st.data(),
+)
+def test_deepspeed(
+    tp: int, dp: int, sharding: str, dtype: str, trained: bool, data: st.DataObject
+) -> None:
+    model = data.draw(models(tp).filter(lambda m: tp == 1 or m.moe is None))
+    layout = Layout(tp=tp, dp=dp, sharding=sharding)
+    optimizer = OptimizerSpec() if trained else None
+    table = predict_unit(model, layout, backend="deepspeed", optimizer=optimizer, param_dtype=dtype)
+    check_tiling(table)
+    if model.moe is None:  # the names of experts have no biases
+        weights = [t.numel for t in table.tensors if t.kind == "weight"]
+        assert sum(weights) == model.num_parameters()
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    one = predict_unit(
+        model, layout, backend="deepspeed", optimizer=optimizer, param_dtype=dtype, rank=rank
+    )
+    assert one.equals(table.of_rank(rank))
+
+
+def elements(table: ShardTable, rank: int, kind: str) -> list[tuple[str, int]]:
+    """(tensor, flat index) of everything that a rank has of a kind, in order of its shards."""
+    found = []
+    for row in range(len(table)):
+        info, box = table.tensors[table.tensor[row]], table.box(row)
+        if table.rank[row] == rank and info.kind == kind:
+            at = np.arange(info.numel).reshape(info.shape)[box.slices_in(Box.whole(info.shape))]
+            found += [(info.name.partition("/")[2], i) for i in at.reshape(-1).tolist()]
+    return found
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(1), st.integers(1, 7), st.sampled_from(["zero1", "zero2", "zero3"]))
+def test_deepspeed_gives_each_rank_its_part_of_the_padded_elements(
+    model: ModelSpec, dp: int, sharding: str
+) -> None:
+    """Against DeepSpeed's rule, element by element: a group's parameters one after another and
+    padded to a multiple of 2 * dp, or each parameter by itself to a multiple of dp."""
+    layout = Layout(dp=dp, sharding=sharding)
+    table = predict_unit(model, layout, backend="deepspeed", optimizer=OptimizerSpec())
+    infos = [t for t in table.tensors if t.kind == "exp_avg"]
+    expected: list[list[tuple[str, int]]] = [[] for _ in range(dp)]
+    if sharding == "zero3":
+        wholes = [[info] for info in infos]
+        multiple = dp
+    else:
+        wholes = [[t for t in infos if (len(t.shape) > 1) == decayed] for decayed in (True, False)]
+        multiple = 2 * dp
+    held = np.zeros(dp, np.int64)
+    for whole in wholes:
+        flat = [(t.name.partition("/")[2], i) for t in whole for i in range(t.numel)]
+        part = -(-len(flat) // multiple) * multiple // dp
+        for rank in range(dp):
+            mine = flat[rank * part : (rank + 1) * part]
+            expected[rank] += mine
+            if mine or sharding == "zero3":
+                held[rank] += part
+    for rank in range(dp):
+        assert sorted(elements(table, rank, "exp_avg")) == sorted(expected[rank])
+        assert elements(table, rank, "master") == elements(table, rank, "exp_avg")
+    # Storages have the padding too; the weights' are whole or cut like the rest.
+    for rank in range(dp):
+        nbytes = int(table.storages.nbytes[table.storages.rank == rank].sum())
+        weights = (
+            held[rank]
+            if sharding == "zero3"
+            else sum(-(-sum(t.numel for t in w) // multiple) * multiple for w in wholes)
+        )
+        if sharding != "zero3" or expected[rank]:
+            assert nbytes <= 12 * held[rank] + 2 * weights
+            assert nbytes >= 12 * len(expected[rank])

@@ -14,6 +14,7 @@ NEEDS = {
     "test_cpu_vllm.py": "torch",
     "test_demo.py": "verl",
     "test_described.py": "torch",
+    "test_described_deepspeed.py": "deepspeed",
     "test_device_wait.py": "torch",
     "test_gtg_execute.py": "torch",
     "test_nereus_cpu_megatron.py": "torch",

@@ -133,6 +133,7 @@ def unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedStor
 #   "steps":        {parameter: step},                          Adam's own counter, where it has one
 #   "lr_scheduler": {...} | absent,
 #   "grad_scaler":  {...} | absent,
+#   "engine":       {counter: value} | absent,                  DeepSpeed's own counters
 # }
 #
 # A rank reports only what it holds (a pipeline stage may lack parameters that others have); the
@@ -244,6 +245,15 @@ def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsupportedState: not an Adam, or one with more state than two moments.
     """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            ensure_adam_state_of(optimizer, group, p)
+
+
+def ensure_adam_state_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor
+) -> None:
+    """`ensure_adam_state` for one parameter of a group, which may not name it at the moment."""
     kind = type(optimizer).__name__
     if "Adam" not in kind:
         raise UnsupportedState(
@@ -251,21 +261,19 @@ def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:
         )
     torch_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one since torch 2.7
     torch_adam = torch_adam or isinstance(optimizer, torch.optim.AdamW)
-    for group in optimizer.param_groups:
-        if group.get("amsgrad"):
-            raise UnsupportedState("amsgrad keeps a third moment; set amsgrad=False")
-        for p in group["params"]:
-            state = optimizer.state[p]
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key not in state:
-                    state[key] = torch.zeros_like(p.data, memory_format=torch.preserve_format)
-            if torch_adam and "step" not in state:
-                on_device = group.get("capturable") or group.get("fused")
-                device = p.device if on_device else torch.device("cpu")
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            extra = set(state) - {"exp_avg", "exp_avg_sq", "step"}
-            if extra:
-                raise UnsupportedState(
-                    f"optimizer {kind} keeps {sorted(extra)} per parameter; only exp_avg, "
-                    "exp_avg_sq and step can be moved (set use_precision_aware_optimizer=False)"
-                )
+    if group.get("amsgrad"):
+        raise UnsupportedState("amsgrad keeps a third moment; set amsgrad=False")
+    state = optimizer.state[p]
+    for key in ("exp_avg", "exp_avg_sq"):
+        if key not in state:
+            state[key] = torch.zeros_like(p.data, memory_format=torch.preserve_format)
+    if torch_adam and "step" not in state:
+        on_device = group.get("capturable") or group.get("fused")
+        device = p.device if on_device else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    extra = set(state) - {"exp_avg", "exp_avg_sq", "step"}
+    if extra:
+        raise UnsupportedState(
+            f"optimizer {kind} keeps {sorted(extra)} per parameter; only exp_avg, "
+            "exp_avg_sq and step can be moved (set use_precision_aware_optimizer=False)"
+        )
