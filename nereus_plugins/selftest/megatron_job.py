@@ -33,8 +33,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.described import megatron_private as private
+from nereus_plugins.emu.described.base import FreedGradients
 from nereus_plugins.emu.described.megatron import (
-    FreedGradients,
     describe_megatron,
     ensure_optimizer_state,
     free_gradients,

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 
 from nereus_plugins.emu.described import DescribedUnit
+from nereus_plugins.emu.described.base import FreedGradients
 from nereus_plugins.emu.described.megatron import (
-    FreedGradients,
     describe_megatron,
     ensure_optimizer_state,
     free_gradients,

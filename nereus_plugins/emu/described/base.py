@@ -126,6 +126,26 @@ def unique_storages(shards: Iterable[LocalShard]) -> dict[int, torch.UntypedStor
     return out
 
 
+class FreedGradients:
+    """Gradient memory that was given up, and how to have it again."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = [(b, b.untyped_storage().nbytes()) for b in buffers]
+        for buffer, _ in self._buffers:
+            buffer.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes given up."""
+        return sum(n for _, n in self._buffers)
+
+    def restore(self) -> None:
+        """Allocate the buffers again, zeroed; views into them are valid again."""
+        for buffer, nbytes in self._buffers:
+            buffer.untyped_storage().resize_(nbytes)
+            buffer.zero_()
+
+
 # -- scalars -----------------------------------------------------------------------------------
 #
 # scalars = {

@@ -21,6 +21,7 @@ from nereus_plugins.emu.boxes import Box, flat_range_to_boxes
 from nereus_plugins.emu.described import deepspeed_private as private
 from nereus_plugins.emu.described.base import (
     DescribedUnit,
+    FreedGradients,
     LocalShard,
     Scalars,
     UnsupportedState,
@@ -123,9 +124,20 @@ def ensure_optimizer_state(engine: Any) -> None:
     private.link_moments(engine)
 
 
-def free_gradients(engine: Any) -> None:
-    """Free gradients, which are dead at an iteration boundary; the next backward makes its own."""
-    private.free_gradients(engine)
+def free_gradients(engine: Any) -> FreedGradients:
+    """Free gradients and the buffers that they are reduced in: dead at an iteration boundary.
+
+    The engine's next forward has the buffers again, zeroed.
+    """
+    private.drop_gradients(engine)
+    freed = FreedGradients(private.gradient_buffers(engine))
+
+    def restore(*_: Any) -> None:
+        handle.remove()
+        freed.restore()
+
+    handle = engine.module.register_forward_pre_hook(restore, prepend=True)
+    return freed
 
 
 def release(engine: Any) -> None:

@@ -227,17 +227,24 @@ def manual_boundary(engine: Any) -> bool | None:
     return boundary
 
 
-def free_gradients(engine: Any) -> None:
-    """Drop gradients and what reductions left: they are dead at an iteration boundary."""
-    wrapper = engine.optimizer
+def drop_gradients(engine: Any) -> None:
+    """Drop the gradients that parameters hold."""
     for param in engine.module.parameters():
         param.grad = None
-    if hasattr(wrapper, "zero_grad"):
-        wrapper.zero_grad()
-    if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        for kept in (wrapper.averaged_gradients, wrapper.all_grad_tensors):
-            for key in kept:
-                kept[key] = None
+    if hasattr(engine.optimizer, "zero_grad"):
+        engine.optimizer.zero_grad()
+
+
+def gradient_buffers(engine: Any) -> list[torch.Tensor]:
+    """Memory that an engine keeps for gradients from one step to the next."""
+    wrapper = engine.optimizer
+    if isinstance(wrapper, BF16_Optimizer) and wrapper.using_real_optimizer:
+        return [b for b in wrapper.fp32_groups_gradients_flat if b.untyped_storage().nbytes()]
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        buckets = [bucket.buffer for bucket in wrapper.ipg_buckets.values()]
+        buffers = [wrapper.grad_partitions_flat_buffer, *buckets]
+        return [b for b in buffers if b is not None and b.untyped_storage().nbytes()]
+    return []
 
 
 # -- ZeRO-3 parameters -------------------------------------------------------------------------

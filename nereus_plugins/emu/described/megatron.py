@@ -22,6 +22,7 @@ from nereus_plugins.emu.boxes import Box, flat_range_to_boxes
 from nereus_plugins.emu.described import megatron_private as private
 from nereus_plugins.emu.described.base import (
     DescribedUnit,
+    FreedGradients,
     LocalShard,
     Scalars,
     UnsupportedState,
@@ -126,26 +127,6 @@ def ensure_optimizer_state(optimizer: Any) -> None:
     """Allocate both moments and the step counter of every parameter that has none."""
     for part in private.split_optimizers(optimizer):
         ensure_adam_state(part.optimizer)
-
-
-class FreedGradients:
-    """Gradient memory that was given up, and how to have it again."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = [(b, b.untyped_storage().nbytes()) for b in buffers]
-        for buffer, _ in self._buffers:
-            buffer.untyped_storage().resize_(0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes given up."""
-        return sum(n for _, n in self._buffers)
-
-    def restore(self) -> None:
-        """Allocate the buffers again, zeroed; views into them are valid again."""
-        for buffer, nbytes in self._buffers:
-            buffer.untyped_storage().resize_(nbytes)
-            buffer.zero_()
 
 
 def free_gradients(
