@@ -6,7 +6,7 @@ spelling and change its meaning. All names were read in DeepSpeed 0.19.6's sourc
 
 from __future__ import annotations
 
-import types
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from deepspeed.runtime.tensor_parallel import AUTOTP_MODE, init_utils
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
@@ -331,8 +332,8 @@ def tensor_parallel_cut(param: torch.nn.Parameter) -> TensorParallelCut | None:
 
 # -- globals -----------------------------------------------------------------------------------
 
-# DeepSpeed keeps a process's groups and tensor-parallel settings in these modules.
-_GLOBALS: Mapping[types.ModuleType, tuple[str, ...]] = {
+# Where DeepSpeed keeps what is global to a process: groups, tensor-parallel settings, a patch.
+_GLOBALS: Mapping[Any, tuple[str, ...]] = {
     groups: (
         "_EXPERT_PARALLEL_GROUP",
         "_EXPERT_PARALLEL_GROUP_RANKS",
@@ -353,6 +354,12 @@ _GLOBALS: Mapping[types.ModuleType, tuple[str, ...]] = {
     tp_shard: ("num_kv_heads", "num_attention_heads", "n_embd", "tp_grain_size"),
     tp_layers: ("DEEPSPEED_AUTOTP_MODE",),
     init_utils: ("_TP_MODEL_INIT_ARGS",),
+    # ZeRO-3 replaces torch's linear layer, which rounds otherwise, and never puts it back.
+    torch.nn.functional: ("linear",),
+    # It numbers modules and parameters of all engines, and ranks compare the numbers; and it counts
+    # those that stay gathered.
+    DeepSpeedZeRoOffload._register_deepspeed_module: ("__defaults__",),
+    Init: ("param_id", "num_persisted_parameters", "num_persisted_elements"),
 }
 
 
@@ -360,24 +367,25 @@ class Globals:
     """DeepSpeed's globals of one layout: its groups are global to a process, and two layouts are
     alive at once while one is built beside the other."""
 
-    def __init__(self, values: Mapping[tuple[types.ModuleType, str], Any]) -> None:
+    def __init__(self, values: Mapping[tuple[Any, str], Any]) -> None:
         self._values = dict(values)
 
     @classmethod
     def in_force(cls) -> Globals:
         """Those in force now."""
-        return cls({(m, name): getattr(m, name) for m, names in _GLOBALS.items() for name in names})
+        return cls(
+            {(at, name): getattr(at, name) for at, names in _GLOBALS.items() for name in names}
+        )
 
     @classmethod
     def fresh(cls) -> Globals:
         """As in a process that has built no engine yet."""
-        values = {key: _copied(value) for key, value in _INITIAL.items()}
-        return cls(values)
+        return cls({key: copy.deepcopy(value) for key, value in _INITIAL.items()})
 
     def load(self) -> None:
         """Put them in force."""
-        for (module, name), value in self._values.items():
-            setattr(module, name, value)
+        for (at, name), value in self._values.items():
+            setattr(at, name, value)
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -392,13 +400,9 @@ class Globals:
             before.load()
 
 
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
-
-
-# The values that DeepSpeed's own source gives them.
-_INITIAL: Mapping[tuple[types.ModuleType, str], Any] = {
-    (module, name): {
+# The values that DeepSpeed's and torch's own source give them.
+_INITIAL: Mapping[tuple[Any, str], Any] = {
+    (at, name): {
         "expert_tensor_parallel_world_size": 1,
         "tp_grain_size": 1,
         "DEEPSPEED_AUTOTP_MODE": AUTOTP_MODE.INFERENCE,
@@ -407,8 +411,13 @@ _INITIAL: Mapping[tuple[types.ModuleType, str], Any] = {
         "_EXPERT_DATA_PARALLEL_GROUP": {},
         "_EXPERT_DATA_PARALLEL_GROUP_RANKS": {},
         "_ALL_TO_ALL_GROUP": {},
+        "linear": torch._C._nn.linear,
+        "__defaults__": ([0],),
+        "param_id": 0,
+        "num_persisted_parameters": 0,
+        "num_persisted_elements": 0,
     }.get(name)
-    for module, names in _GLOBALS.items()
+    for at, names in _GLOBALS.items()
     for name in names
 }
 
@@ -422,3 +431,8 @@ def destroy(engine: Any) -> None:
     engine.destroy()
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [m for m in stack if m is not module]
+    # A cache on a method keeps every engine that called it; it is under a wrapper.
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
