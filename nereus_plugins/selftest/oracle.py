@@ -1,11 +1,14 @@
 """The frameworks' own checkpoints, saved in one layout and loaded in another: what a move equals.
 
-Megatron-core's `dist_checkpointing` (fully reshardable optimizer format) and torch's distributed
-checkpoint. Both reshard through files, by code that is not ours.
+Megatron-core's `dist_checkpointing` (fully reshardable optimizer format), torch's distributed
+checkpoint and DeepSpeed's universal checkpoint. They reshard through files, by code that is not
+ours.
 """
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,19 +119,19 @@ def save_deepspeed(job: DeepSpeedJob, path: Path) -> None:
     if built.engine is not None:
         with built.in_force():
             built.engine.save_checkpoint(str(path), tag="saved")
-            dist.barrier()
+    dist.barrier()
     if dist.get_rank() == 0:
-        ds_to_universal.main(
-            argparse.Namespace(
-                input_folder=str(path / "saved"),
-                output_folder=str(path / "universal"),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
+        settings = argparse.Namespace(
+            input_folder=str(path / "saved"),
+            output_folder=str(path / "universal"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
         )
+        with redirect_stdout(None), redirect_stderr(io.StringIO()):  # it prints its progress
+            ds_to_universal.main(settings)
     dist.barrier()
 
 
