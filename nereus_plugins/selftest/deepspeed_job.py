@@ -9,6 +9,7 @@ group for all ranks that train.
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class DeepSpeedJob:
         built.world = form_world(
             store, dist.get_rank(), layout.world_size, timeout_s=_FORM_TIMEOUT_S / 2
         )
-        with built.in_force(), redirect_stdout(None):  # DeepSpeed prints as it builds
+        with built.in_force(), redirect_stdout(io.StringIO()):  # it prints as it builds
             torch.manual_seed(self._seed)
             module = Qwen2ForCausalLM(_config(self.model)).to(self.device)
             decayed = [p for p in module.parameters() if p.dim() > 1]

@@ -130,7 +130,10 @@ def save_deepspeed(job: DeepSpeedJob, path: Path) -> None:
             strict=True,
             inject_missing_state=True,
         )
-        with redirect_stdout(None), redirect_stderr(io.StringIO()):  # it prints its progress
+        with (
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):  # it prints its progress
             ds_to_universal.main(settings)
     dist.barrier()
 
