@@ -9,6 +9,7 @@ Of what a tensor-parallel rank has,
   2 * dp elements, and give each rank an equal part of the masters and moments;
 - ZeRO-3 pads each parameter to a multiple of dp and gives each rank its part of everything.
 
+Here dp has the ranks of ring attention (cp) in it: DeepSpeed is not told of them.
 Optimizer groups are those of RL frameworks: with weight decay (more than one dim) and without.
 A model that is not trained is whole on every rank but for ZeRO-3.
 """
@@ -47,11 +48,11 @@ def predict(
         raise SpecError(
             f"backend deepspeed has sharding {', '.join(_STAGES)}, not {layout.sharding}"
         )
-    for axis in ("pp", "cp", "ep", "etp", "ulysses"):
+    for axis in ("pp", "ep", "etp", "ulysses"):
         if getattr(layout, axis) != 1:
             raise SpecError(
-                f"layout {layout}: a prediction for backend deepspeed needs {axis}=1; use dp, tp "
-                "and sharding"
+                f"layout {layout}: a prediction for backend deepspeed needs {axis}=1; use dp, cp, "
+                "tp and sharding"
             )
     if layout.tp > 1 and model.moe is not None:
         raise SpecError(f"layout {layout}: AutoTP cuts no experts of {model.name}; set tp=1")
@@ -84,7 +85,7 @@ def predict(
     groups = np.array([len(shape) <= 1 for _, shape in params], np.int64)
     everyone = np.asarray(units, np.int64)
     unit = _Unit(
-        builder, local, step, groups, layout.dp,
+        builder, local, step, groups, layout.dp * layout.cp,
         tp=everyone % layout.tp,
         place=everyone // layout.tp,
         owner=np.asarray(ranks, np.int64)[everyone],

@@ -112,16 +112,17 @@ STAGES = st.sampled_from(["none", "zero1", "zero2", "zero3"])
 @given(
     small,
     small,
+    st.sampled_from([1, 2]),
     STAGES,
     st.sampled_from(["bfloat16", "float32"]),
     st.booleans(),
     st.data(),
 )
 def test_deepspeed(
-    tp: int, dp: int, sharding: str, dtype: str, trained: bool, data: st.DataObject
+    tp: int, dp: int, cp: int, sharding: str, dtype: str, trained: bool, data: st.DataObject
 ) -> None:
     model = data.draw(models(tp).filter(lambda m: tp == 1 or m.moe is None))
-    layout = Layout(tp=tp, dp=dp, sharding=sharding)
+    layout = Layout(tp=tp, dp=dp, cp=cp, sharding=sharding)
     optimizer = OptimizerSpec() if trained else None
     table = predict_unit(model, layout, backend="deepspeed", optimizer=optimizer, param_dtype=dtype)
     check_tiling(table)
