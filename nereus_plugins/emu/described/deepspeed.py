@@ -305,7 +305,7 @@ def _load_counters(engine: Any, counters: Mapping[str, Any]) -> None:
 def _refuse_unsupported(engine: Any) -> None:
     settings: list[tuple[bool, str]] = [
         (
-            engine.zero_optimization() and engine.zero_cpu_offload(),
+            engine.zero_optimization() and engine.zero_use_cpu_optimizer(),
             "offload_optimizer keeps state in host memory; set offload_optimizer.device to none "
             "(OpenRLHF: leave --ds.adam_offload out)",
         ),
