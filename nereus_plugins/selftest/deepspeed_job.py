@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class DeepSpeedJob:
         self._seed = seed
         self._version = 0
         private.check_version()
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # from where DeepSpeed takes its device
         self.current = self.build(layout)
 
     def layout(self) -> Layout:

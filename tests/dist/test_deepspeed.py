@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from nereus_plugins.selftest import run, run_killed
 from nereus_plugins.selftest.cases import Case, cases
@@ -62,7 +63,7 @@ def test_counters_and_settings() -> None:
     """On one rank: what a target counts on with, what a fresh engine has, and what is refused."""
     checks = run("one_rank", "deepspeed", 1, device="cpu", module=__name__)
     selftest_checks.all_passed(checks)
-    assert len(checks) == 10
+    assert len(checks) == 12
 
 
 def one_rank(bench: Bench, backend: str) -> list[dict[str, Any]]:
@@ -146,10 +147,39 @@ def one_rank(bench: Bench, backend: str) -> list[dict[str, Any]]:
     expect("another version", UntestedVersion, "deepspeed==0.19.6")
     deepspeed.__version__ = version
     job.close()
+    for stage in (0, 3):
+        note(f"a model that is not trained, ZeRO-{stage}", not_trained(stage))
     return out
 
 
-def torch_sgd(of: Any) -> Any:
-    import torch
+def not_trained(stage: int) -> str:
+    """What is wrong with the unit of an evaluation engine; nothing if all is right."""
+    import deepspeed
 
+    from nereus_plugins.emu.described.deepspeed import describe_deepspeed, free_gradients, release
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+    with torch.no_grad():
+        before = engine(torch.ones(1, 3, dtype=torch.bfloat16))
+        unit = describe_deepspeed(engine)
+        free_gradients(engine)
+        for shard in unit.shards:
+            shard.view.mul_(2)
+        after = engine(torch.ones(1, 3, dtype=torch.bfloat16))
+    names = sorted(s.name for s in unit.shards)
+    release(engine)
+    if names != ["weight/0.bias", "weight/0.weight", "weight/1.bias", "weight/1.weight"]:
+        return f"tensors {names}"
+    if "groups" in unit.scalars or torch.equal(before, after):
+        return "its weights are not those described"
+    return ""
+
+
+def torch_sgd(of: Any) -> Any:
     return torch.optim.SGD(of.param_groups, lr=0.1)

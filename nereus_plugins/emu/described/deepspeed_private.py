@@ -232,7 +232,7 @@ def drop_gradients(engine: Any) -> None:
     """Drop the gradients that parameters hold."""
     for param in engine.module.parameters():
         param.grad = None
-    if hasattr(engine.optimizer, "zero_grad"):
+    if adam(engine) is not None:
         engine.optimizer.zero_grad()
 
 
