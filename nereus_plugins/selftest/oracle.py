@@ -140,9 +140,21 @@ def save_deepspeed(job: DeepSpeedJob, path: Path) -> None:
 
 def load_deepspeed(job: DeepSpeedJob, path: Path) -> None:
     """Load what `save_deepspeed` wrote into a job with any number of ranks of the same stage."""
-    built = job.current
-    if built.engine is None:
+    from nereus_plugins.emu.described import deepspeed_private as private
+
+    engine = job.current.engine
+    if engine is None:
         return
-    with built.in_force():
-        built.engine._config.load_universal_checkpoint = True
-        built.engine.load_checkpoint(str(path), tag="universal")
+    optimizer = private.adam(engine)
+    assert optimizer is not None
+    groups = optimizer.param_groups
+    decays = [group["weight_decay"] for group in groups]
+    with job.current.in_force():
+        engine._config.load_universal_checkpoint = True
+        engine.load_checkpoint(str(path), tag="universal")
+    # DeepSpeed 0.19.6 gives all groups of ZeRO-3 the settings of the first, and does not load the
+    # counters of micro-batches.
+    for group, decay in zip(groups, decays, strict=True):
+        group["weight_decay"] = decay
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    engine.gas_boundary_ctr = engine.global_steps
