@@ -2,6 +2,7 @@
 
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +32,24 @@ NEEDS = {
     "test_verl_rollout.py": "verl",
     "test_verl_worker.py": "verl",
 }
+# Some of whose tests do.
+PARTLY = ("test_control_cli.py", "test_docs.py", "test_verl_knobs.py")
 MISSING = {file: package for file, package in NEEDS.items() if find_spec(package) is None}
 collect_ignore = list(MISSING)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--beyond-core",
+        action="store_true",
+        help="of tests/unit only what the core's environment lacks something for",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    name = collection_path.name
+    core = name.startswith("test_") and name not in (*NEEDS, *PARTLY)
+    return True if core and config.getoption("--beyond-core") else None
 
 
 def pytest_configure() -> None:
