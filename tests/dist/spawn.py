@@ -8,13 +8,18 @@ at is served by the test process: it outlives any rank that a test kills.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +32,9 @@ from nereus_plugins.selftest.ranks import end_now, end_with_parent
 class Outcome:
     """How one rank ended.
 
-    `value` is what the function returned; `error` the traceback if it raised; `exitcode` the exit
-    status (negative: killed by that signal); `timed_out` says that the time limit ended it.
+    `value` is what the function returned; `error` the traceback if it raised, or where its threads
+    were when the time limit ended it; `exitcode` the exit status (negative: killed by that signal);
+    `timed_out` says that the time limit ended it.
     """
 
     rank: int
@@ -52,6 +58,7 @@ def _child(
     port: int,
     timeout_s: float,
     pipe: Connection,
+    stacks: Path,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -65,6 +72,20 @@ def _child(
     )
     torch.set_num_threads(1)
     end_with_parent()
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        _run(rank, world, port, timeout_s, pipe, fn, args)
+
+
+def _run(
+    rank: int,
+    world: int,
+    port: int,
+    timeout_s: float,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     try:
         store = dist.TCPStore("127.0.0.1", port, None, False)
         limit = datetime.timedelta(seconds=timeout_s)
@@ -90,6 +111,18 @@ def run_ranks_outcomes(
     After the first rank fails the others get `grace_s` to end by themselves. Never raises for what
     the ranks did.
     """
+    with tempfile.TemporaryDirectory(prefix="nereus-ranks-") as folder:
+        return _outcomes(fn, world, args, timeout_s, grace_s, Path(folder))
+
+
+def _outcomes(
+    fn: Callable[..., Any],
+    world: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    grace_s: float,
+    folder: Path,
+) -> list[Outcome]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -99,7 +132,7 @@ def run_ranks_outcomes(
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(
             target=_child,
-            args=(rank, world, store.port, timeout_s, writer, fn, args),
+            args=(rank, world, store.port, timeout_s, writer, folder / str(rank), fn, args),
             daemon=False,
         )
         process.start()
@@ -123,14 +156,29 @@ def run_ranks_outcomes(
     outcomes = []
     for rank, process in enumerate(processes):
         timed_out = rank not in results
+        value, error = results.get(rank, (None, None))
+        if timed_out:
+            error = _where(process, folder / str(rank))
         if process.is_alive():
             process.kill()
         process.join(timeout=10)
-        value, error = results.get(rank, (None, None))
         outcomes.append(Outcome(rank, value, error, process.exitcode, timed_out))
         readers[rank].close()
         process.close()
     return outcomes
+
+
+def _where(process: BaseProcess, stacks: Path) -> str | None:
+    """Where the threads of a process are that has not ended; None if it does not say so."""
+    if not stacks.exists() or not process.is_alive():
+        return None
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGUSR1)
+    end = time.monotonic() + 5
+    while not (text := stacks.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.2)  # to its end
+    return stacks.read_text() if text else None
 
 
 def run_ranks(
@@ -138,17 +186,17 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, world, *args)` on `world` ranks; return the values by rank.
 
-    Raises `RankFailed` with the first traceback if a rank raises, dies, or does not end within
+    Raises `RankFailed` with a traceback if a rank raises, dies, or does not end within
     `timeout_s`.
     """
     outcomes = run_ranks_outcomes(fn, world, *args, timeout_s=timeout_s, grace_s=5.0)
     bad = [o for o in outcomes if not o.ok]
     if bad:
-        # A rank with a traceback says more than one that was cut off waiting for it.
-        first = next((o for o in bad if o.error), bad[0])
+        # A rank that raised says more than one that was cut off waiting for it.
+        first = min(bad, key=lambda o: (o.error is None, o.timed_out))
         states = ", ".join(
             f"rank {o.rank}: "
-            + ("raised" if o.error else "time limit" if o.timed_out else f"exit {o.exitcode}")
+            + ("time limit" if o.timed_out else "raised" if o.error else f"exit {o.exitcode}")
             for o in bad
         )
         raise RankFailed(f"{states}\nrank {first.rank}:\n{first.error or 'no traceback'}")

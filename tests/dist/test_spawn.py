@@ -39,7 +39,12 @@ def test_values_come_back_by_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("raise", "this rank is broken"), ("kill", "exit -9"), ("hang", "limit")]
+    ("kind", "message"),
+    [
+        ("raise", "this rank is broken"),
+        ("kill", "exit -9"),
+        ("hang", r"(?s)limit.*rank 1:.* in _misbehave\n"),
+    ],
 )
 def test_failures_are_named(kind: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
