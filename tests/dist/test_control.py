@@ -77,7 +77,7 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
     outcomes = run_ranks_outcomes(_lost, 3, how, timeout_s=60)
     assert outcomes[0].exitcode == (9 if how == "kill" else 0)
     for outcome in outcomes[1:]:
-        assert outcome.ok, outcome
+        assert outcome.ok, str(outcome.error or outcome)
         ranks, spent, phase = outcome.value
         assert (ranks, phase) == ((0,), "move")
         assert spent < 5
@@ -114,7 +114,7 @@ def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], floa
 def test_a_rank_that_is_reported_lost_is_not_waited_for(agree: bool, phase: str) -> None:
     outcomes = run_ranks_outcomes(_reported, 3, agree, timeout_s=60)
     for outcome in outcomes[:2]:
-        assert outcome.ok, outcome
+        assert outcome.ok, str(outcome.error or outcome)
         ranks, spent, missed = outcome.value
         assert (ranks, missed) == ((2,), phase)
         assert spent < 10
