@@ -40,6 +40,32 @@ def confidence_of(saving_s: float, spread_s: float, steps: float, transition_s: 
     return _NORMAL.cdf(margin / spread_s)
 
 
+def worth_of_trying(
+    saving_s: float,
+    spread_s: float,
+    noise_s: float,
+    steps: float,
+    trial_steps: float,
+    transition_s: float,
+) -> float:
+    """Seconds that trying a plan is expected to bring: what it saves where it turns out faster, for
+    the steps left, less what the trial and the transitions there and, else, back cost (the
+    knowledge gradient of Frazier, Powell and Dayanik, SIAM J. Control Optim. 47, 2008).
+
+    Args:
+        saving_s, spread_s: expected saving a step and its standard deviation.
+        noise_s: standard deviation of what a trial of `trial_steps` measures of it.
+    """
+    if spread_s <= 0:
+        return -math.inf
+    learned_s = spread_s**2 / math.hypot(spread_s, noise_s)  # what the trial will move it by
+    z = saving_s / learned_s
+    faster = _NORMAL.cdf(z)
+    gain_s = saving_s * faster + learned_s * _NORMAL.pdf(z)
+    left = max(0.0, steps - trial_steps)
+    return left * gain_s + trial_steps * saving_s - transition_s * (2.0 - faster)
+
+
 def admit(
     config: ControllerConfig,
     *,

@@ -29,7 +29,7 @@ from nereus_plugins.trace.record import (
 )
 from nereus_plugins.trace.steps import observed_of
 
-from .admission import Verdict, admit, confidence_of
+from .admission import Verdict, admit, confidence_of, worth_of_trying
 from .books import Books
 from .config import ControllerConfig
 from .decision import Alternative, Decision, Numbers
@@ -37,7 +37,7 @@ from .forecast import LengthForecast, Lifetime
 from .journal import DecisionJournal, DecisionJournalError
 from .learned import SETTLED, Learned
 from .plans import ANCHOR, GRID, Judged, Plans, fits
-from .proof import Proof, barred
+from .proof import BARRED_STEPS, TRIAL_STEPS, Proof, barred
 from .setting import JobSetting
 from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
 
@@ -62,6 +62,8 @@ _BUDGET_AHEAD = 100
 _GRANTED = "beyond the budget, to the plan that would have been best to hold"
 # A job takes up one of so many of the last proposals, or none.
 _TAKEN_UP = 8
+# Steps in a plan, in conditions that stay, before another is tried for what it may tell.
+_STEADY = 20
 # Of the best plan's gain, what a change of knobs alone must bring to be preferred.
 _MOST = 0.7
 
@@ -130,10 +132,12 @@ class Controller:
         self._preferred: GlobalPlan | None = None
         self._version = 0
         self._weights: dict[ModelStage, float] = {}
-        self._known = 0
         self._compared: tuple[object, int] = (None, 0)
+        # GPUs that plans were last compared for.
+        self._judged_for = 0
         self._proposed: list[Decision] = []
-        self._impossible: dict[tuple[object, object], tuple[GlobalPlan, GlobalPlan]] = {}
+        # Transitions that were aborted: plans, after which step, how often.
+        self._aborted: dict[object, tuple[GlobalPlan, GlobalPlan, int, int]] = {}
         self._since_state = 0
         self._said: object = None
         self._write(
@@ -288,7 +292,8 @@ class Controller:
         failed = record.outcome == "aborted" or fell_back
         if failed and proposed is not None and proposed.plan is not None:
             key = (self.plan.assignments, proposed.plan.assignments)
-            self._impossible[key] = (self.plan, proposed.plan)
+            times = self._aborted[key][3] + 1 if key in self._aborted else 1
+            self._aborted[key] = (self.plan, proposed.plan, self._steps, times)
 
     def _proposal_of(self, record: TransitionRecord) -> Decision | None:
         """The decision whose transition this is; None where others asked for it."""
@@ -311,7 +316,7 @@ class Controller:
         """Steps in a plan before another may be preferred: as many as it takes to know its seconds
         to the least gain."""
         least = max(0.01, self.config.least_gain)
-        needed = math.ceil(0.5 * self.learned.noise() ** 2 / least**2)
+        needed = math.ceil(0.5 * self.learned.most_noise() ** 2 / least**2)
         return max(1, self.config.dwell_steps, min(needed, _MOST_DWELL))
 
     def _entered(self, plan: GlobalPlan) -> None:
@@ -320,21 +325,19 @@ class Controller:
         self._proposed = []
 
     def _check_version(self, made: Estimate) -> None:
-        """Searches are made again when what was learned could change what they find: a layout has
-        become known, or stages have moved against each other. made: of the last step."""
-        known = {key for key, one in self.learned.calibration.seconds_filters.items() if one.seen}
+        """Searches are made again when what was learned could change what they find: stages have
+        moved against each other. made: of the last step."""
         factors = {
             stage: self.learned.expected(stage, one.assignment, one.seconds).seconds / one.seconds
             for stage, one in made.stages.items()
         }
         middle = statistics.median(factors.values())
         weights = {stage: factor / middle for stage, factor in factors.items()}
-        moved = any(
+        if not self._weights or any(
             abs(math.log(weight / self._weights.get(stage, weight))) > _RELEARNED
             for stage, weight in weights.items()
-        )
-        if moved or len(known) != self._known or not self._weights:
-            self._weights, self._known = weights, len(known)
+        ):
+            self._weights = weights
             self._version += 1
 
     def _note(self, decision: Decision) -> None:
@@ -411,10 +414,12 @@ class Controller:
         if not (gone or full):
             if not self.lengths.seen:
                 return decision("stay", "no step was observed yet")
-            if self._in_force < (dwell := self._dwell_steps()):
+            dwell = self._dwell_steps()
+            if self._in_force < dwell and lasting == self._judged_for:
                 return decision("stay", f"in this plan for {self._in_force} steps, of {dwell}")
         if not (gone or full) and not self._due(lasting, mean, steps_done):
             return decision("stay", "nothing has changed since plans were last compared")
+        self._judged_for = lasting
         options = self._options(lasting, mean, high, now)
         if full and not options:
             # None with the planner's margin: then one that is less full than this.
@@ -465,7 +470,7 @@ class Controller:
         for one in self._candidates(gpus, mean, high, self.plan):
             if one.assignments == self.plan.assignments or max(one.devices) >= gpus:
                 continue
-            if (self.plan.assignments, one.assignments) in self._impossible:
+            if self._aborted_lately(one):
                 continue
             if barred(self.proofs, one, self._steps, gpus, mean):
                 continue
@@ -481,6 +486,11 @@ class Controller:
         for option in out:
             best.setdefault(_layouts(option.plan), option)
         return list(best.values())
+
+    def _aborted_lately(self, plan: GlobalPlan) -> bool:
+        """Whether the transition there was aborted too few steps ago; twice as many each time."""
+        found = self._aborted.get((self.plan.assignments, plan.assignments))
+        return found is not None and self._steps < found[2] + BARRED_STEPS * 2 ** (found[3] - 1)
 
     def _transition(self, plan: GlobalPlan) -> tuple[TransitionEstimate | None, dict[str, float]]:
         found = self._transitions(self.plan, plan)
@@ -541,8 +551,9 @@ class Controller:
         steps: float,
     ) -> Decision:
         worth = [o for o in options if o.saving_s > 0]
+        tried = self._trial(decision, options, now, steps)
         if not worth:
-            return decision(
+            return tried or decision(
                 "stay",
                 "no plan that fits is expected to be faster",
                 alternatives=tuple(_slower(o, now, steps) for o in options[:1]),
@@ -554,7 +565,7 @@ class Controller:
         verdicts = [self._judged(option, now, steps) for option in ranked]
         admitted = [one for one in verdicts if one.verdict.admitted]
         if not admitted:
-            return decision(
+            return tried or decision(
                 "stay",
                 verdicts[0].verdict.reason,
                 alternatives=tuple(
@@ -580,6 +591,56 @@ class Controller:
                 if one is not best
             ),
         )  # fmt: skip
+
+    def _trial(
+        self,
+        decision: Callable[..., Decision],
+        options: list[_Option],
+        now: Judged,
+        steps: float,
+    ) -> Decision | None:
+        """A plan whose layouts were never run, for what running it may tell; None where that is not
+        worth it. Only where few steps tell: in steady conditions, with little noise."""
+        if self._in_force < _STEADY or self._dwell_steps() > max(1, self.config.dwell_steps):
+            return None
+        known = self.learned.calibration.seconds_filters
+        best: tuple[float, _Option, Numbers, str] | None = None
+        for option in options[:_CONSIDERED]:
+            other = {s for s in now.stages if not self._same_layout(s, option.plan)}
+            if not any((s, option.plan.assignments[s].layout) not in known for s in other):
+                continue
+            noise = self.learned.noise() / math.sqrt(TRIAL_STEPS)
+            noise_s = math.hypot(*(noise * now.stages[s].seconds for s in other))
+
+            def worth_s(transition_s: float, one: _Option = option, n: float = noise_s) -> float:
+                return worth_of_trying(
+                    one.saving_s, one.spread_s, n, steps, TRIAL_STEPS, transition_s
+                )
+
+            if worth_s(0.0) <= (best[0] if best else 0.0):
+                continue
+            numbers, digest = self._numbers(option, now, steps)
+            if numbers.transition_s is None:
+                continue
+            most_s = TRIAL_STEPS * max(0.0, 2.0 * option.spread_s - option.saving_s)
+            most_s += 2.0 * numbers.transition_s
+            found_s = worth_s(numbers.transition_s)
+            if found_s > (best[0] if best else 0.0) and (
+                self.books.regret_s() + most_s <= self._budget_s(now)
+            ):
+                best = (found_s, option, numbers, digest)
+        if best is None:
+            return None
+        found_s, option, numbers, digest = best
+        return decision(
+            "propose",
+            f"never tried: expected to save {option.saving_s:.1f} s (+- {option.spread_s:.1f}) of "
+            f"{now.step_s:.1f} s a step; to know is worth {found_s:.0f} s over {steps:.0f} steps",
+            plan=option.plan, digest=digest, numbers=numbers,
+        )  # fmt: skip
+
+    def _same_layout(self, stage: ModelStage, plan: GlobalPlan) -> bool:
+        return self.plan.assignments[stage].layout == plan.assignments[stage].layout
 
     def _judged(self, option: _Option, now: Judged, steps: float) -> _Weighed:
         """An option, weighed. The graph of its transition is compiled only if it would be admitted
@@ -665,14 +726,16 @@ class Controller:
             "corrected": dataclasses.asdict(self.corrected),
             "proofs": [proof.to_dict() for proof in self.proofs],
             "proposed": [decision.to_dict() for decision in self._proposed],
-            "impossible": [
-                [old.to_dict(), new.to_dict()] for old, new in self._impossible.values()
+            "aborted": [
+                [old.to_dict(), new.to_dict(), step, times]
+                for old, new, step, times in self._aborted.values()
             ],
             "preferred": self._preferred.to_dict() if self._preferred is not None else None,
             "step_s": self._step_s,
             "steps": self._steps,
             "in_force": self._in_force,
             "gpus": self._gpus,
+            "judged_for": self._judged_for,
         }
 
     @classmethod
@@ -748,15 +811,16 @@ class Controller:
         self.corrected = Corrected(**state["corrected"])
         self.proofs = [Proof.from_dict(one) for one in state["proofs"]]
         self._proposed = [Decision.from_dict(one) for one in state["proposed"]]
-        for old_, new_ in state["impossible"]:
+        for old_, new_, step, times in state["aborted"]:
             old, new = GlobalPlan.from_dict(old_), GlobalPlan.from_dict(new_)
-            self._impossible[old.assignments, new.assignments] = (old, new)
+            self._aborted[old.assignments, new.assignments] = (old, new, int(step), int(times))
         preferred = state["preferred"]
         self._preferred = GlobalPlan.from_dict(preferred) if preferred is not None else None
         self._step_s = float(state["step_s"])
         self._steps = int(state["steps"])
         self._in_force = int(state["in_force"])
         self._gpus = int(state["gpus"])
+        self._judged_for = int(state["judged_for"])
 
 
 def starting_plan(setting: JobSetting, gpus: int) -> GlobalPlan:

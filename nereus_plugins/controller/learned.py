@@ -3,10 +3,8 @@
 The calibration of `cost.calibration`, fed so that it can compare plans which did not run at the
 same time:
 
-- What slows all stages alike (a slow rank, a throttled node) is the cluster's and not the layout's:
-  the median over stages of measured / expected, smoothed, is taken out of a step before the
-  calibration learns from it. A layout's first steps cannot tell the two apart: they take the last
-  value.
+- What slows all stages alike is not the layout's: it is taken out of a step before
+  the calibration learns from it (`common`).
 - Its filters average over more steps than a forecast of the next one would: no drift gain.
 - What was learned of a layout ages while another is in force: its uncertainty grows as the
   calibration's own random walk, up to that of a layout never tried.
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +22,10 @@ from nereus_plugins.cost.calibration import LEVEL_WALK, Calibration
 from nereus_plugins.cost.estimate import Estimate, Placed
 from nereus_plugins.spec import Assignment, Layout, ModelStage
 
+from .common import RATE, Common
+
 # Steps until a layout's own filters are trusted to tell what all stages have in common.
 SETTLED = 4
-_COMMON_RATE = 0.1
 # Noise of a step before any was seen; and an error beyond which it is something else.
 NOISE, _MOST_NOISE = 0.03, 0.3
 # Before any was tried: by how much layouts differ from what the model says (standard deviation),
@@ -69,32 +67,6 @@ class Memory:
 
 
 @dataclasses.dataclass
-class Common:
-    """What all stages have in common: a factor on their seconds. It follows slowly, but at once
-    where two steps in a row are off by three standard deviations on one side."""
-
-    log_factor: float = 0.0
-    streak: int = 0
-
-    @property
-    def factor(self) -> float:
-        return math.exp(self.log_factor)
-
-    def observe(self, ratios: Sequence[float], noise: float) -> None:
-        """Measured over expected, this factor left out of both, by stage."""
-        error = math.log(statistics.median(ratios)) - self.log_factor
-        bound = 3.0 * 1.25 * noise / math.sqrt(len(ratios))
-        if abs(error) > bound:
-            side = 1 if error > 0 else -1
-            self.streak = self.streak + side if self.streak * side > 0 else side
-            if abs(self.streak) >= 2:
-                self.log_factor, self.streak = self.log_factor + error, 0
-            return
-        self.streak = 0
-        self.log_factor += _COMMON_RATE * error
-
-
-@dataclasses.dataclass
 class Learned:
     """Implements what `cost.estimate` and the planner take as a calibration."""
 
@@ -109,6 +81,8 @@ class Learned:
     variance: float = NOISE**2
     # Of layouts tried since the first: what was expected of them, as a factor on the model's.
     before: dict[tuple[ModelStage, Layout], float] = dataclasses.field(default_factory=dict)
+    # What `common` would blame.
+    blamed: tuple[tuple[ModelStage, Layout], ...] = ()
     # Squares of the log errors of these, and how many.
     surprise: tuple[float, float] = (LAYOUT_SPREAD_WORTH * LAYOUT_SPREAD**2, LAYOUT_SPREAD_WORTH)
 
@@ -122,47 +96,94 @@ class Learned:
         """One finished step. predicted: the model's own, without calibration."""
         self.steps += 1
         predicted_s = {s: predicted.stages[s].seconds for s in measured_s if s in predicted.stages}
-        ratios = []
-        for stage, model_s in predicted_s.items():
-            known = self.calibration.seconds_filters.get((stage, assignments[stage].layout))
-            if known is not None and known.seen:
-                ratio = measured_s[stage] / known.predict(model_s)[0]
-                self._learn_noise(ratio / self.common.factor)
-                if known.seen >= SETTLED:
-                    ratios.append(ratio)
-        if ratios:
-            self.common.observe(ratios, self.noise())
-        common = self.common.factor
-        tried = {stage for stage, _ in self.calibration.seconds_filters}
-        for stage, model_s in predicted_s.items():
-            key = (stage, assignments[stage].layout)
-            if stage in tried and key not in self.calibration.seconds_filters:
-                expected_s = self.calibration.seconds(stage, assignments[stage], model_s)
-                self.before[key] = expected_s / model_s
-        self.calibration.observe(
-            assignments, predicted_s, {s: measured_s[s] / common for s in predicted_s}
-        )
-        for stage, model_s in predicted_s.items():
-            key = (stage, assignments[stage].layout)
-            self.last_seen[key] = self.steps
-            known = self.calibration.seconds_filters[key]
-            if key in self.before and known.seen == SETTLED:
-                error = math.log(known.predict(model_s)[0] / (self.before.pop(key) * model_s))
-                self.surprise = (self.surprise[0] + error**2, self.surprise[1] + 1.0)
+        keys = {stage: (stage, assignments[stage].layout) for stage in predicted_s}
+        if self._apart_from_common(assignments, keys, predicted_s, measured_s):
+            self._learn_seconds(assignments, keys, predicted_s, measured_s)
         if allocated_bytes:
             top = max(predicted.stages.values(), key=lambda s: s.allocated_bytes)
             beside = sum(top.resting.values())
             if top.stage is not ModelStage.ACTOR_GENERATE and allocated_bytes > beside:
                 self.memory.observe(top.allocated_bytes - beside, allocated_bytes - beside)
 
-    def _learn_noise(self, ratio: float) -> None:
-        error = min(abs(math.log(ratio)), _MOST_NOISE)
+    def _apart_from_common(
+        self,
+        assignments: Mapping[ModelStage, Assignment],
+        keys: Mapping[ModelStage, tuple[ModelStage, Layout]],
+        predicted_s: Mapping[ModelStage, float],
+        measured_s: Mapping[ModelStage, float],
+    ) -> bool:
+        """Learn what all stages have in common; whether the rest of the step says something of the
+        layouts: one that is off alone, all stages alike, does not."""
+        filters = self.calibration.seconds_filters
+        tried = {stage for stage, _ in filters}
+        ratios, seen, new = {}, {}, []
+        for stage, key in keys.items():
+            known = filters.get(key)
+            if known is not None and known.seen:
+                expected_s = known.predict(predicted_s[stage])[0]
+                ratios[stage] = measured_s[stage] / expected_s
+                seen[stage] = known.seen
+            elif stage in tried:
+                expected_s = self.calibration.seconds(stage, assignments[stage], predicted_s[stage])
+                new.append(measured_s[stage] / expected_s)
+        if len(ratios) > 1:
+            self._learn_noise([math.log(ratio) for ratio in ratios.values()])
+        settled = [ratio for stage, ratio in ratios.items() if seen[stage] >= SETTLED]
+        wronged = False
+        if settled:
+            wronged = self.common.observe(settled, self.noise(), RATE)
+        elif ratios:
+            young = self.noise() * math.sqrt(1.0 + 1.0 / min(seen.values()))
+            wronged = self.common.observe(list(ratios.values()), young, 0.0)
+        elif new:
+            self.common.entered(new)
+            self.blamed = tuple(keys.values())
+        if wronged:
+            for key in self.blamed:
+                filters.pop(key, None)
+                self.before.pop(key, None)
+        return not self.common.streak
+
+    def _learn_seconds(
+        self,
+        assignments: Mapping[ModelStage, Assignment],
+        keys: Mapping[ModelStage, tuple[ModelStage, Layout]],
+        predicted_s: Mapping[ModelStage, float],
+        measured_s: Mapping[ModelStage, float],
+    ) -> None:
+        tried = {stage for stage, _ in self.calibration.seconds_filters}
+        for stage, key in keys.items():
+            if stage in tried and key not in self.calibration.seconds_filters:
+                model_s = predicted_s[stage]
+                expected_s = self.calibration.seconds(stage, assignments[stage], model_s)
+                self.before[key] = expected_s / model_s
+        common = self.common.factor
+        self.calibration.observe(
+            assignments, predicted_s, {s: measured_s[s] / common for s in predicted_s}
+        )
+        for stage, key in keys.items():
+            self.last_seen[key] = self.steps
+            known = self.calibration.seconds_filters[key]
+            if key in self.before and known.seen == SETTLED:
+                expected_s = self.before.pop(key) * predicted_s[stage]
+                error = math.log(known.predict(predicted_s[stage])[0] / expected_s)
+                self.surprise = (self.surprise[0] + error**2, self.surprise[1] + 1.0)
+
+    def _learn_noise(self, errors: Sequence[float]) -> None:
+        """From how far stages of one step are apart: what they have in common is not theirs. What
+        is not known of a young layout yet counts as noise."""
+        middle = sum(errors) / len(errors)
+        squares = sum(min(abs(e - middle), _MOST_NOISE) ** 2 for e in errors) / (len(errors) - 1)
         rate = max(0.02, 1.0 / (self.steps + 4.0))
-        self.variance += rate * (error**2 - self.variance)
+        self.variance += rate * (squares - self.variance)
 
     def noise(self) -> float:
         """Standard deviation, relative, of a stage's seconds in one step."""
         return math.sqrt(self.variance)
+
+    def most_noise(self) -> float:
+        """The same, two standard errors up: few steps say little of their own noise."""
+        return math.sqrt(self.variance * (1.0 + 2.0 / math.sqrt(max(1, min(self.steps, 50)))))
 
     def expected(
         self, stage: ModelStage, assignment: Assignment | Placed, predicted_s: float
@@ -212,6 +233,7 @@ class Learned:
             "before": [
                 [str(stage), layout.to_dict(), of] for (stage, layout), of in self.before.items()
             ],
+            "blamed": [[str(stage), layout.to_dict()] for stage, layout in self.blamed],
             "variance": self.variance,
             "surprise": list(self.surprise),
         }
@@ -233,5 +255,8 @@ class Learned:
                 (ModelStage(stage), Layout.from_dict(layout)): float(of)
                 for stage, layout, of in data["before"]
             },
+            tuple(
+                (ModelStage(stage), Layout.from_dict(layout)) for stage, layout in data["blamed"]
+            ),
             (float(data["surprise"][0]), float(data["surprise"][1])),
         )

@@ -12,6 +12,7 @@ from nereus_plugins.planner.candidates import (
     ROLLOUT_FRACTIONS,
     fewest_ranks,
     knob_choices,
+    with_knobs,
     with_most_replicas,
 )
 from nereus_plugins.planner.search import MARGIN, Planned, plan
@@ -198,21 +199,13 @@ class Plans:
                 yield made
 
     def _with_knobs(self, current: GlobalPlan, trained: Knobs, away: bool) -> GlobalPlan | None:
-        made = {}
-        for stage, before in current.assignments.items():
-            knobs = before.knobs
-            if stage is not S.ACTOR_GENERATE:
-                trains = stage in (S.ACTOR_TRAIN, S.CRITIC_TRAIN)
-                knobs = dataclasses.replace(
-                    trained if trains else Knobs(),
-                    token_budget_tokens=trained.token_budget_tokens,
-                    offload_params=away,
-                    offload_optimizer=away and trains,
-                )
-                if not self._may(stage, before.knobs, knobs):
-                    return None
-            made[stage] = Assignment(before.layout, knobs, before.devices)
-        return GlobalPlan(made, name=f"{current.name}, other knobs")
+        made = with_knobs(current, trained, away)
+        if not all(
+            self._may(stage, before.knobs, made.assignments[stage].knobs)
+            for stage, before in current.assignments.items()
+        ):
+            return None
+        return dataclasses.replace(made, name=f"{current.name}, other knobs")
 
     def _with_fraction(self, current: GlobalPlan, fraction: float) -> GlobalPlan | None:
         rollout = current.assignments.get(S.ACTOR_GENERATE)

@@ -15,6 +15,7 @@ from .plans import Plans
 
 # Steps after a transition that warm up, and then those that are measured.
 _WARM, _MEASURED = 2, 8
+TRIAL_STEPS = _WARM + _MEASURED
 # A plan found slower is not tried again for so many steps, twice as many each time, unless GPUs or
 # (by this factor) lengths are others.
 BARRED_STEPS = 50
@@ -68,7 +69,7 @@ class Proof:
 
     @property
     def open(self) -> bool:
-        return self.seen < _WARM + _MEASURED
+        return self.seen < TRIAL_STEPS
 
     def observe(self, plans: Plans, mean_tokens: float, step_s: float, confidence: float) -> None:
         """A step after it, which the calibration has learned from. After the last one, whether the
@@ -83,7 +84,7 @@ class Proof:
 
     def close(self, plans: Plans, mean_tokens: float, confidence: float) -> None:
         """No more steps will be measured."""
-        self.seen = max(self.seen, _WARM + _MEASURED)
+        self.seen = max(self.seen, TRIAL_STEPS)
         former, now = plans.judge(self.former, mean_tokens), plans.judge(self.plan, mean_tokens)
         if math.isfinite(former.step_s) and self.alike(mean_tokens):
             saving, spread = plans.saving(self.former, former, self.plan, now)

@@ -153,6 +153,26 @@ def fewest_ranks(plan: GlobalPlan) -> int:
     )
 
 
+def with_knobs(plan: GlobalPlan, trained: Knobs, away: bool) -> GlobalPlan:
+    """The plan with these knobs for the units that train; the others take their token budget.
+
+    away: whether parameters, and the optimizer, lie on the host between their stages.
+    """
+    made = {}
+    for stage, before in plan.assignments.items():
+        knobs = before.knobs
+        if stage is not ModelStage.ACTOR_GENERATE:
+            trains = stage.model in ("actor", "critic")
+            knobs = dataclasses.replace(
+                trained if trains else Knobs(),
+                token_budget_tokens=trained.token_budget_tokens,
+                offload_params=away,
+                offload_optimizer=away and trains,
+            )
+        made[stage] = Assignment(before.layout, knobs, before.devices)
+    return GlobalPlan(made, name=plan.name)
+
+
 def with_most_replicas(
     layout: Layout, gpus: int, model: ModelSpec | None, divides: int | None = None
 ) -> Layout | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.conditions import find
 from nereus_plugins.trace.record import RECORDS_FILE
@@ -67,7 +68,7 @@ def _check_records(folder: Path) -> None:
     there = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise SpecError(f"--records: {there} is no directory that can be written to: give another")
-    if (folder / RECORDS_FILE).exists():
+    if any((folder / name).exists() for name in (RECORDS_FILE, DECISIONS_FILE)):
         raise SpecError(f"--records: {folder} has records already: remove them, or give another")
 
 

@@ -12,14 +12,18 @@ so that GPUs which come and go do not cost more than they bring.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from nereus_plugins.gtg.compile import InfeasibleTransition
-from nereus_plugins.planner.candidates import fewest_ranks, knob_choices, with_most_replicas
-from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, ModelStage, SpecError
+from nereus_plugins.planner.candidates import (
+    fewest_ranks,
+    knob_choices,
+    with_knobs,
+    with_most_replicas,
+)
+from nereus_plugins.spec import Assignment, GlobalPlan, ModelStage, SpecError
 
 from .job import Failure, SimulatedJob
 from .planning import Known, Planning
@@ -248,19 +252,7 @@ def _with_knobs_that_fit(plan: GlobalPlan, planning: Planning, memory: float) ->
     found: list[tuple[float, GlobalPlan]] = []
     for trained in knob_choices(workload, trains=True, ranks=fewest_ranks(plan)):
         for away in (False, True):
-            assignments = {}
-            for stage, a in plan.assignments.items():
-                knobs = a.knobs
-                if stage is not S.ACTOR_GENERATE:
-                    trains = stage.model in ("actor", "critic")
-                    knobs = dataclasses.replace(
-                        trained if trains else Knobs(),
-                        token_budget_tokens=trained.token_budget_tokens,
-                        offload_params=away,
-                        offload_optimizer=away and trains,
-                    )
-                assignments[stage] = Assignment(a.layout, knobs, a.devices)
-            other = GlobalPlan(assignments, name=plan.name)
+            other = with_knobs(plan, trained, away)
             seconds = planning.seconds(other, lengths, memory)
             if seconds is not None:
                 found.append((seconds, other))
