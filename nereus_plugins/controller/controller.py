@@ -36,7 +36,7 @@ from .decision import Alternative, Decision, Numbers
 from .forecast import LengthForecast, Lifetime
 from .journal import DecisionJournal, DecisionJournalError
 from .learned import SETTLED, Learned
-from .plans import ANCHOR, GRID, Judged, Plans, fits
+from .plans import ANCHOR, GRID, SEARCH_GRID, Judged, Plans, fits
 from .proof import BARRED_STEPS, TRIAL_STEPS, Proof, barred
 from .setting import JobSetting
 from .transition import Corrected, Estimator, GraphEstimator, TransitionEstimate
@@ -130,6 +130,8 @@ class Controller:
         self._in_force = 0
         self._gpus = 0
         self._preferred: GlobalPlan | None = None
+        # GPUs and, on a grid, lengths that it came to be preferred in.
+        self._preferred_for = (0, 0)
         self._version = 0
         self._weights: dict[ModelStage, float] = {}
         self._compared: tuple[object, int] = (None, 0)
@@ -356,9 +358,11 @@ class Controller:
             if numbers.saving_s > 0:
                 self.books.know(plan)
         fastest = compared[0][0] if compared[0][1].saving_s > 0 else self.plan
-        if self._preferred is not None and _layouts(fastest) != _layouts(self._preferred):
-            self.lifetime.changes += 1
-        self._preferred = fastest
+        met = (decision.gpus, round(math.log(decision.mean_response_tokens) / SEARCH_GRID))
+        if self._preferred is None or _layouts(fastest) != _layouts(self._preferred):
+            # In the same conditions it is what was learned that has changed.
+            self.lifetime.changes += self._preferred is not None and met != self._preferred_for
+            self._preferred, self._preferred_for = fastest, met
 
     # Deciding.
 
@@ -731,6 +735,7 @@ class Controller:
                 for old, new, step, times in self._aborted.values()
             ],
             "preferred": self._preferred.to_dict() if self._preferred is not None else None,
+            "preferred_for": list(self._preferred_for),
             "step_s": self._step_s,
             "steps": self._steps,
             "in_force": self._in_force,
@@ -816,6 +821,8 @@ class Controller:
             self._aborted[old.assignments, new.assignments] = (old, new, int(step), int(times))
         preferred = state["preferred"]
         self._preferred = GlobalPlan.from_dict(preferred) if preferred is not None else None
+        gpus, lengths = state["preferred_for"]
+        self._preferred_for = (int(gpus), int(lengths))
         self._step_s = float(state["step_s"])
         self._steps = int(state["steps"])
         self._in_force = int(state["in_force"])

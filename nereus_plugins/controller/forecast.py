@@ -102,7 +102,8 @@ class LengthForecast:
 
 @dataclasses.dataclass
 class Lifetime:
-    """How many steps conditions last, learned: changes are a Poisson process of unknown rate.
+    """How many steps conditions last, learned: changes (of GPUs or lengths, that make another plan
+    the best) are a Poisson process of unknown rate.
 
     With a Gamma prior that is worth one change in `PRIOR_STEPS` steps, the expected time to the
     next change is (prior + steps seen) / (1 + changes seen): conditions that have held for long
