@@ -608,11 +608,14 @@ class Controller:
         if self._in_force < _STEADY or self._dwell_steps() > max(1, self.config.dwell_steps):
             return None
         known = self.learned.calibration.seconds_filters
+        untried = [
+            option
+            for option in options
+            if any((s, option.plan.assignments[s].layout) not in known for s in now.stages)
+        ]
         best: tuple[float, _Option, Numbers, str] | None = None
-        for option in options[:_CONSIDERED]:
+        for option in untried[:_CONSIDERED]:
             other = {s for s in now.stages if not self._same_layout(s, option.plan)}
-            if not any((s, option.plan.assignments[s].layout) not in known for s in other):
-                continue
             noise = self.learned.noise() / math.sqrt(TRIAL_STEPS)
             noise_s = math.hypot(*(noise * now.stages[s].seconds for s in other))
 

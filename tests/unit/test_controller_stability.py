@@ -238,15 +238,16 @@ def test_a_plan_that_the_model_thinks_no_better_is_tried(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gain", [-0.06, -0.02, 0.0])
-def test_a_trial_costs_little_and_is_made_once(gain: float, seed: int) -> None:
-    """As good as it seemed, or worse: there and back at most, under half a percent of the run."""
+def test_a_trial_costs_little(gain: float, seed: int) -> None:
+    """As good as it seemed, or worse: there and back, and perhaps once more in 1,000 steps."""
     found = run(
         [ONE, TWO], gain_of(-0.01), [SHORT] * 1000, transition_s=2.0, factor=hidden_gain(gain),
         seed=seed,
     )  # fmt: skip
-    assert len(found.unforced) <= 2
-    assert found.run_s <= 1.015 * min(found.held_s)
-    if gain < -0.03:
+    assert len(found.unforced) <= 3
+    assert found.run_s <= 1.01 * min(found.held_s)
+    if gain < 0.0:
+        assert len(found.unforced) <= 2
         assert found.run_s <= 1.005 * min(found.held_s)
 
 
