@@ -443,6 +443,10 @@ def test_runs_repeat_exactly_and_records_are_those_of_a_live_job(
         (["churn", "--truth", "{bytes}"], "bytes.yaml: not text"),
         (["churn", "--records", "{bad}"], "bad.yaml is no directory that can be written to"),
         (["churn", "--records", "{dir}"], "static has records already: remove them, or give an"),
+        (
+            ["churn", "--policies", "nereus", "--records", "{dir}"],
+            "nereus has records already: remove them, or give an",
+        ),
     ],
 )
 def test_wrong_use(
@@ -454,6 +458,8 @@ def test_wrong_use(
     (tmp_path / "bytes.yaml").write_bytes(b"\xff")
     (tmp_path / "static").mkdir()
     (tmp_path / "static" / "records.jsonl").write_text("")
+    (tmp_path / "nereus").mkdir()
+    (tmp_path / "nereus" / "decisions.jsonl").write_text("")
     places = {f"{p.stem}": p for p in tmp_path.iterdir()} | {"dir": tmp_path}
     assert main(["sim", *(a.format(**places) for a in args)]) == 2
     assert message in capsys.readouterr().err
