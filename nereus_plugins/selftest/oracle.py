@@ -152,9 +152,11 @@ def load_deepspeed(job: DeepSpeedJob, path: Path) -> None:
     with job.current.in_force():
         engine._config.load_universal_checkpoint = True
         engine.load_checkpoint(str(path), tag="universal")
-    # DeepSpeed 0.19.6 gives all groups of ZeRO-3 the settings of the first, and does not load the
-    # counters of micro-batches.
+    # DeepSpeed 0.19.6 gives all groups of ZeRO-3 the settings of the first, and one step counter,
+    # which torch's Adam then counts once per group; it does not load counters of micro-batches.
     for group, decay in zip(groups, decays, strict=True):
         group["weight_decay"] = decay
+    for values in optimizer.state.values():
+        values["step"] = values["step"].clone()
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.gas_boundary_ctr = engine.global_steps
