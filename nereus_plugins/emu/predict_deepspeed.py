@@ -64,8 +64,8 @@ def predict(
     if optimizer is not None:
         kinds.append(("master", optimizer.master_dtype))
         kinds += [(kind, optimizer.moments_dtype) for kind in ("exp_avg", "exp_avg_sq")]
-    # Weights of the master's dtype are updated in place, but for the copy that ZeRO-1 and 2 make.
-    shared = optimizer is not None and optimizer.master_dtype == param_dtype and stage in (0, 3)
+    # Weights of the master's dtype are updated in place, but for the copy that ZeRO-1 to 3 make.
+    shared = optimizer is not None and optimizer.master_dtype == param_dtype and stage == 0
     builder = TableBuilder(
         [
             TensorInfo(f"{kind}/{name}", shape, dtype)
@@ -97,12 +97,12 @@ def predict(
     elif stage == 3:
         ranges, numels = unit.each_cut()
         for kind, size in enumerate(sizes):
-            unit.add_ranges(kind, 0 if shared and kind == 1 else kind, ranges, numels * size)
+            unit.add_ranges(kind, ranges, numels * size)
     else:
         unit.add_flat_weights(sizes[0])
         ranges, numels = unit.flat_cut()
         for kind, size in enumerate(sizes[1:], start=1):
-            unit.add_ranges(kind, kind, ranges, numels * size)
+            unit.add_ranges(kind, ranges, numels * size)
     return builder.build()
 
 
@@ -205,11 +205,11 @@ class _Unit:
             high[:, mine] = np.maximum(begin, end) - start
         return self._boxes(places, low, high), sums
 
-    def add_ranges(self, kind: int, place: int, ranges: _Ranges, nbytes: Int64Array) -> None:
+    def add_ranges(self, kind: int, ranges: _Ranges, nbytes: Int64Array) -> None:
         """Add the boxes of each rank's part as views of one storage for each group.
 
         Args:
-            kind: whose tensors they are. place: whose storages; another kind's are there already.
+            kind: whose tensors and storages they are.
             nbytes: int64[group], of the storage.
         """
         first = np.searchsorted(ranges.part, self.place, side="left")
@@ -223,16 +223,14 @@ class _Unit:
         self.builder.add_rows(
             param + kind * len(self.local),
             self.owner[member],
-            self._key(place, group),
+            self._key(kind, group),
             offset,
             ranges.shape[take],
             own_storage=False,
         )
-        if place != kind:
-            return
         # A rank whose part is padding alone has nothing to show for it.
         held = np.unique(np.stack((self.owner[member], group), axis=1), axis=0)
-        self.builder.add_storages(held[:, 0], self._key(place, held[:, 1]), nbytes[held[:, 1]])
+        self.builder.add_storages(held[:, 0], self._key(kind, held[:, 1]), nbytes[held[:, 1]])
 
     def _add_shards(self, kind: int, key: Int64Array, *, own_storage: bool) -> None:
         n, count = len(self.local), len(self.owner)

@@ -4,9 +4,9 @@ ZeRO-1 and 2 give each data-parallel rank a flat range of all parameters of a gr
 range of each parameter: both are a few boxes of each. AutoTP cuts a tensor along one dim, so a
 flat range is one of the tensor-parallel shard, whose boxes are placed in the whole tensor.
 
-What Adam updates is a tensor of its own ("master/..."), in fp32. With fp32 weights ZeRO-1 and 2
-keep such a copy too, where ZeRO-0 and 3 update the weights themselves: there one memory is
-described under both names, so that each layout has all tensors of the others.
+What Adam updates is a tensor of its own ("master/..."), in fp32. With fp32 weights ZeRO-1 to 3 keep
+such a copy too, where ZeRO-0 updates the weights themselves: there one memory is described under
+both names, so that each layout has all tensors of the others.
 """
 
 from __future__ import annotations
