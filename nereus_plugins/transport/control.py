@@ -160,8 +160,10 @@ class Control:
         against, decision, done = (f"{prefix}/{end}" for end in ("against", "decision", "done"))
         try:
             order = 0 if ok else self._store.add(against, 1)
-            self._store.set(keys[self.rank], json.dumps([ok, payload, order]))
+            # In this order, so that nobody is past this vote when a late rank names it: that one
+            # may die before the next, and nothing would name the next again.
             self._store.set(_CURRENT, prefix)
+            self._store.set(keys[self.rank], json.dumps([ok, payload, order]))
             missing = self._wait_for(keys, decision, limit_s, leave)
             proposal = json.dumps(missing) if missing else _ALL
             decided = self._store.compare_set(decision, "", proposal).decode()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -83,8 +84,24 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
         assert spent < 5
 
 
+class _Slow:
+    """A store that takes its time after everything that is set."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        time.sleep(0.5)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], float, str]:
     control = Control(rank, world, timeout_s=60)
+    if rank == 2:  # its peers are in the next vote as soon as it has voted
+        vars(control)["_store"] = _Slow(vars(control)["_store"])
     control.vote("warm", True)
     if rank == 2:
         os._exit(9)
@@ -92,7 +109,7 @@ def _reported(rank: int, world: int, agree: bool) -> tuple[tuple[int, ...], floa
 
     def report() -> None:
         store = clone_default_store()
-        while not over.wait(0.5):
+        while not over.wait(1):  # it is dead by then
             report_lost(store, "nereus", [2])
 
     if rank == 0:
