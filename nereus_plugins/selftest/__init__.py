@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 BACKENDS = ("megatron", "fsdp2", "deepspeed")
 _PACKAGES = {"megatron": "megatron.core", "fsdp2": "torch", "deepspeed": "deepspeed"}
-_EXTRAS = {"megatron": "megatron", "deepspeed": "openrlhf"}
 CPU_RANKS = 4
 LIMIT_S = 1800.0
 KILL_TIMEOUT_S = 10.0
@@ -48,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     backends: tuple[str, ...] = BACKENDS if args.backend == "all" else (args.backend,)
     for missing in [b for b in backends if not _installed(_PACKAGES[b])]:
-        extra = _EXTRAS[missing]
-        _say(f"{missing}: not installed; pip install 'nereus-plugins[{extra}]'", args.json)
+        _say(f"{missing}: not installed; pip install 'nereus-plugins[{missing}]'", args.json)
         backends = tuple(b for b in backends if b != missing)
     if not backends:
         return 2
