@@ -1,4 +1,4 @@
-"""What verl, Megatron-core and mbridge need to run on CPU and gloo. Never active with CUDA."""
+"""What verl, OpenRLHF and the engines under them need on CPU and gloo. Never active with CUDA."""
 
 from nereus_cpu.checks import CpuPlatformError
 
