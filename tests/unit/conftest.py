@@ -19,6 +19,7 @@ NEEDS = {
     "test_device_wait.py": "torch",
     "test_gtg_execute.py": "torch",
     "test_nereus_cpu_megatron.py": "torch",
+    "test_openrlhf_recipes.py": "deepspeed",
     "test_planner_verl.py": "verl",
     "test_transport_backend.py": "torch",
     "test_verl_background.py": "torch",

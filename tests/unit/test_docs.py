@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from nereus_openrlhf.capabilities import all_refusals
 
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.sim.constants import BASIS, Constants
@@ -22,6 +23,12 @@ def test_every_refusal_is_on_the_support_page() -> None:
         assert row in page
 
 
+def test_every_refusal_of_openrlhf_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "openrlhf.md").read_text()
+    for one in all_refusals():
+        assert f"| {one.feature} | `{one.setting}` | {one.reason} | {one.remedy} |" in page
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -32,6 +39,7 @@ def test_every_refusal_is_on_the_support_page() -> None:
         "docs/architecture.md",
         "docs/control.md",
         "docs/controller.md",
+        "docs/openrlhf.md",
         "docs/verl-controller.md",
         "docs/traces.md",
         "docs/simulator.md",

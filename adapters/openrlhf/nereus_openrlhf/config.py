@@ -1,0 +1,191 @@
+"""The `--nereus.*` flags as a typed, checked record.
+
+A schedule maps a training step to what holds from the end of that step on, as JSON or YAML:
+
+    --nereus.schedule '{2: {dp: 1, sharding: zero3},
+                        4: {actor: {dp: 2}, critic: {sharding: zero1}},
+                        6: {rollout: {replicas: 2}}}'
+
+The fields of a layout are those of `nereus_plugins.spec.Layout` that DeepSpeed knows: `dp`
+(data-parallel ranks), `sharding` (none, zero1, zero2, zero3: ZeRO's stages). Fields without a model
+hold for all models that train; what is left out stays as it is. `rollout` has the number of vLLM
+engines, `replicas`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from nereus_plugins.spec import FrozenMap, Record, SpecError
+from nereus_plugins.spec.layout import MOST_RANKS
+from nereus_plugins.spec.record import (
+    as_float,
+    require,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+    unknown_key,
+)
+
+PREFIX = "--nereus."
+UNITS = ("actor", "critic", "ref", "reward")
+TRAINED = ("actor", "critic")
+ROLLOUT = "rollout"
+ROLLOUT_FIELDS = ("replicas",)
+LAYOUT_FIELDS = ("dp", "sharding")
+STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # ZeRO's, by `Layout.sharding`
+
+
+@dataclasses.dataclass(frozen=True)
+class NereusConfig(Record):
+    """Settings of Nereus for one job; names and meaning as in the verl adapter.
+
+    Attributes:
+        enable: false leaves OpenRLHF exactly as it is.
+        schedule: step -> plan (see the module's text) that holds after that step.
+        run_dir: where records and the journal go; None: `nereus` under --ckpt.path.
+        checksum: verify every message of a transition on both ends.
+        staging_mib: packing buffer on each rank, in MiB; None: what suits the back end.
+        timeout_s: how long a rank waits for the others in one phase of a transition.
+        claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
+        control: take commands from the job's user while it runs (`nereus transition`, `status`,
+            `pause`, `resume`), on the loopback interface of the trainer's process.
+    """
+
+    enable: bool = False
+    schedule: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=FrozenMap)
+    run_dir: str | None = None
+    checksum: bool = True
+    staging_mib: int | None = None
+    timeout_s: float = 300.0
+    claim_timeout_s: float = 60.0
+    control: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("enable", "checksum", "control"):
+            require_bool("nereus", name, getattr(self, name))
+        if self.staging_mib is not None:
+            require_int("nereus", "staging_mib", self.staging_mib)
+        for name in ("timeout_s", "claim_timeout_s"):
+            require_number("nereus", name, getattr(self, name), above=0.0)
+        require(
+            self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
+            f"nereus.run_dir must be a directory, got {self.run_dir!r}",
+        )
+        object.__setattr__(self, "schedule", _check_schedule(self.schedule))
+
+
+NAMES = tuple(f.name for f in dataclasses.fields(NereusConfig))
+
+
+def split(words: Sequence[str]) -> tuple[NereusConfig, list[str]]:
+    """(settings of Nereus, the other words, which are OpenRLHF's) of a command line.
+
+    A flag takes its value from the next word or after "="; a switch may stand alone.
+
+    Raises: SpecError naming the flag.
+    """
+    given: dict[str, Any] = {}
+    rest: list[str] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.startswith(PREFIX):
+            rest.append(word)
+            continue
+        name, equals, text = word[len(PREFIX) :].partition("=")
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, 1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+            raise SpecError(f"{PREFIX}{name} is not a flag of Nereus{hint} It has {_listed()}")
+        require(name not in given, f"{PREFIX}{name} is given twice")
+        if not equals and at < len(words) and not words[at].startswith("--"):
+            text = words[at]
+            at += 1
+        elif not equals:
+            text = "true"
+        given[name] = _value(name, text)
+    return NereusConfig(**given), rest
+
+
+def _listed() -> str:
+    return ", ".join(PREFIX + name for name in NAMES)
+
+
+def _value(name: str, text: str) -> Any:
+    """Raises: SpecError where `text` is not YAML."""
+    if name == "run_dir":
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{PREFIX}{name}: not JSON or YAML: {error}") from None
+    if name in ("timeout_s", "claim_timeout_s") and type(value) is int:
+        return as_float(value)
+    return FrozenMap() if name == "schedule" and value is None else value
+
+
+def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
+    require(
+        isinstance(schedule, Mapping),
+        f"nereus.schedule must map steps to plans, like {{2: {{dp: 1}}}}, got {schedule!r}",
+    )
+    out: dict[int, Mapping[str, Any]] = {}
+    for key, plan in schedule.items():
+        step = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
+        require(
+            isinstance(step, int) and not isinstance(step, bool) and step >= 1,
+            f"nereus.schedule: a step is a whole number from 1, got {key!r}",
+        )
+        require(step not in out, f"nereus.schedule.{step}: this step is given twice")
+        out[step] = check_plan(plan, f"nereus.schedule.{step}")
+    return FrozenMap(sorted(out.items()))
+
+
+def check_plan(plan: Any, where: str) -> Mapping[str, Any]:
+    """One plan as it is written in the schedule. Raises: SpecError naming the setting."""
+    require(
+        isinstance(plan, Mapping) and len(plan) > 0,
+        f"{where} must be fields of a layout, or models with such, got {plan!r}",
+    )
+    of_units = {key: value for key, value in plan.items() if key != ROLLOUT}
+    if ROLLOUT in plan:
+        _check_fields(plan[ROLLOUT], ROLLOUT_FIELDS, f"{where}.{ROLLOUT}")
+    if set(of_units) & set(UNITS) or any(isinstance(v, Mapping) for v in of_units.values()):
+        for unit, fields in of_units.items():
+            if unit not in UNITS:
+                raise unknown_key(unit, (*UNITS, ROLLOUT), where)
+            _check_fields(fields, LAYOUT_FIELDS, f"{where}.{unit}")
+    elif of_units:
+        _check_fields(of_units, (*LAYOUT_FIELDS, ROLLOUT), where)
+    return plan
+
+
+def _check_fields(fields: Any, valid: Sequence[str], where: str) -> None:
+    require(
+        isinstance(fields, Mapping) and len(fields) > 0,
+        f"{where} must be a mapping with some of {', '.join(valid)}, got {fields!r}",
+    )
+    for key, value in fields.items():
+        if key not in valid:
+            raise unknown_key(key, valid, where)
+        if key == "sharding":
+            require_choice(where, key, value, tuple(STAGES))
+        else:
+            require_int(where, key, value)
+            require(value <= MOST_RANKS, f"{where}.{key} must be at most {MOST_RANKS}")
+
+
+def by_unit(plan: Mapping[str, Any], units: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Layout fields by model of a checked plan; `units` are the job's."""
+    fields = {key: value for key, value in plan.items() if key != ROLLOUT}
+    if set(fields) & set(UNITS):
+        return fields
+    return {unit: fields for unit in units if unit in TRAINED} if fields else {}

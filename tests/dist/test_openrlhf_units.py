@@ -1,0 +1,86 @@
+"""A model of OpenRLHF in real processes (gloo): its layout changes, its state does not.
+
+Models, optimizers and layouts are what OpenRLHF's own model actors build with DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs the OpenRLHF environment: ./dev env openrlhf")
+
+import tests.dist.openrlhf_preload  # noqa: F401
+from nereus_plugins.spec import Layout
+from tests.dist import openrlhf_processes as processes
+
+pytestmark = pytest.mark.full
+
+
+def layout(dp: int, stage: int) -> Layout:
+    return Layout(dp=dp, sharding=["none", "zero1", "zero2", "zero3"][stage])
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    return processes.arguments(processes.make_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def started() -> Iterator[list[processes.Model]]:
+    models: list[processes.Model] = []
+    yield models
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize("unit", ["actor", "critic"])
+def test_state_is_bit_exact_through_every_pair(
+    unit: str, args: SimpleNamespace, started: list[processes.Model]
+) -> None:
+    pairs = [(1, 3), (3, 1), (2, 3), (2, 0), (1, 2), (3, 3), (1, 0), (2, 2)]
+    model = processes.Model(unit, args, layout(2, 2))
+    started.append(model)
+    step = 0
+    for target in pairs:
+        model.train(1, step)
+        step += 1
+        before = model.state()
+        assert model.move(layout(*target)) == ""
+        processes.described_equal(before, model.state())
+    model.train(1, step)
+    assert len(set(model.groups())) == 1
+
+
+@pytest.mark.parametrize("via", [(1, 3), (3, 2), (2, 1)])
+def test_there_and_back_is_as_never_moved(
+    via: tuple[int, int], args: SimpleNamespace, started: list[processes.Model]
+) -> None:
+    home = layout(2, 2)
+    moved, left_alone = (processes.Model("actor", args, home) for _ in range(2))
+    started += [moved, left_alone]
+    assert moved.train(2, 0) == left_alone.train(2, 0)
+    assert moved.move(layout(*via)) == ""
+    assert moved.move(home) == ""
+    assert moved.train(3, 2) == left_alone.train(3, 2)
+    processes.described_equal(moved.state(), left_alone.state())
+
+
+@pytest.mark.parametrize("phase", ["build", "plan", "move", "verify", "commit"])
+def test_a_failure_leaves_the_old_layout_training(
+    phase: str, args: SimpleNamespace, started: list[processes.Model]
+) -> None:
+    model = processes.Model("actor", args, layout(2, 2))
+    started.append(model)
+    model.train(1, 0)
+    before, groups = model.state(), model.groups()
+    kind = "corrupt" if phase == "verify" else "raise"
+    reason = model.move(layout(3, 3), fault=f"step={phase},rank=1,kind={kind}")
+    assert reason
+    processes.described_equal(before, model.state())
+    assert model.groups() == groups
+    assert model.move(layout(1, 3)) == ""
+    processes.described_equal(before, model.state())
+    model.train(1, 1)

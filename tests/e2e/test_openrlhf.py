@@ -1,0 +1,102 @@
+"""OpenRLHF's own train_ppo_ray on CPU (DeepSpeed on gloo, vLLM's CPU build), with Nereus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs the OpenRLHF environment: ./dev env openrlhf")
+
+from nereus_openrlhf import demo
+
+from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
+
+pytestmark = pytest.mark.full
+STEPS = 3
+LOSSES = ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "return", "reward")
+
+
+def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
+    """Run a job; what OpenRLHF's own log says of each step."""
+    demo.make_files(folder, steps * demo.PROMPTS)
+    # Sampling is greedy, so that runs repeat whatever the order of requests in vLLM.
+    given = [*demo.arguments(folder, steps), "--rollout.top_p", "1e-6", *words]
+    log = folder / "log.txt"
+    assert demo.run(folder, given, log) == 0, "\n".join(log.read_text().splitlines()[-60:])
+    return logged(folder)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps: dict[int, dict[str, Any]] = {}
+    for events in sorted((folder / "tensorboard").rglob("events.out*")):
+        found = EventAccumulator(str(events.parent))
+        found.Reload()
+        for tag in found.Tags()["scalars"]:
+            for event in found.Scalars(tag):
+                steps.setdefault(event.step, {})[tag.removeprefix("train/")] = event.value
+    return [steps[step] for step in sorted(steps)]
+
+
+def transitions(folder: Path) -> list[TransitionRecord]:
+    records = read_records(folder / "nereus")
+    return [record for record in records if isinstance(record, TransitionRecord)]
+
+
+def nereus(folder: Path, schedule: dict[int, Any]) -> Sequence[str]:
+    return (
+        "--nereus.enable",
+        "--nereus.run_dir",
+        str(folder / "nereus"),
+        "--nereus.schedule",
+        json.dumps(schedule),
+    )
+
+
+def test_losses_are_openrlhfs_own_until_the_layout_changes(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain")
+    assert len(plain) == STEPS
+    assert not any(name.startswith("nereus/") for step in plain for name in step)
+    enabled = run(tmp_path / "enabled", *nereus(tmp_path / "enabled", {}))
+    for ours, theirs in zip(enabled, plain, strict=True):
+        assert {name: ours[name] for name in LOSSES} == {name: theirs[name] for name in LOSSES}
+    assert transitions(tmp_path / "enabled") == []
+    steps = [r for r in read_records(tmp_path / "enabled" / "nereus") if isinstance(r, StepRecord)]
+    assert [record.step for record in steps] == [1, 2, 3]
+
+
+def test_layouts_change_while_it_trains(tmp_path: Path) -> None:
+    schedule = {
+        1: {"dp": 1, "sharding": "zero3"},
+        2: {"actor": {"dp": 2, "sharding": "zero1"}},
+    }
+    logs = run(tmp_path, *nereus(tmp_path, schedule))
+    done = transitions(tmp_path)
+    assert [(t.step, t.outcome) for t in done] == [(1, "committed"), (2, "committed")]
+    assert set(done[0].units) == {"actor", "critic"}
+    assert [step["nereus/actor/dp"] for step in logs] == [2, 1, 2]
+    assert (tmp_path / "final" / "config.json").exists()  # the launcher saved the moved actor
+
+
+def test_engines_of_vllm_follow(tmp_path: Path) -> None:
+    run(tmp_path, *nereus(tmp_path, {1: {"rollout": {"replicas": 2}}}), steps=2)
+    (done,) = transitions(tmp_path)
+    assert done.outcome == "committed"
+    assert done.rollout["fell_back"] == ""
+
+
+@pytest.mark.parametrize("phase", ["build", "move", "commit"])
+def test_a_failure_leaves_the_job_training(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEREUS_FAULT", f"step={phase},rank=1,kind=raise")
+    logs = run(tmp_path, *nereus(tmp_path, {1: {"actor": {"dp": 4}}}), steps=2)
+    (done,) = transitions(tmp_path)
+    assert done.outcome == "aborted"
+    assert f"injected at {phase}" in done.reason
+    assert [step["nereus/actor/dp"] for step in logs] == [2, 2]
