@@ -17,9 +17,10 @@ import ray
 import torch.distributed as dist
 
 from nereus_plugins.control import ray_private
+from nereus_plugins.gtg.ranks_change import JOIN, VOTES
 from nereus_plugins.gtg.scalars import derived_seed
 from nereus_plugins.transport.control import ControlError, report_lost
-from nereus_verl import membership, verl_private, worker
+from nereus_verl import verl_private, worker
 from nereus_verl.driver import WorkersFailed, call_all
 
 SETUP_TIMEOUT_S = 600.0
@@ -224,7 +225,7 @@ class Change:
             if self._votes is None:
                 limit = datetime.timedelta(seconds=REPORT_WITHIN_S)
                 store = dist.TCPStore(self._address, self._port, is_master=False, timeout=limit)
-                self._votes = dist.PrefixStore(membership.VOTES, store)
+                self._votes = dist.PrefixStore(VOTES, store)
             report_lost(self._votes, votes, ranks)
         except (dist.DistError, ControlError):
             return  # the store is gone with a rank that the job needs: it ends
@@ -317,7 +318,7 @@ class Change:
             timeout_s=limit_s,
             each=[(rank,) for rank in range(len(workers))],
             without=without,
-            meanwhile=lambda: self.report_lost(lost, membership.JOIN),
+            meanwhile=lambda: self.report_lost(lost, JOIN),
         )
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
         if failed:

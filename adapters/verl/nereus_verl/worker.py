@@ -29,6 +29,7 @@ from nereus_plugins.gtg.execute import (
     TransitionAborted,
     TransitionOptions,
 )
+from nereus_plugins.gtg.ranks_change import RanksChange
 from nereus_plugins.spec import Layout, ModelSpec, OptimizerSpec
 from nereus_plugins.transport.control import Control
 from nereus_plugins.transport.groups import GroupSet, live_group_count
@@ -58,7 +59,8 @@ class Seat:
 class RankState:
     """Nereus's state in one worker process.
 
-    change: of the set of ranks, while one is under way. store: served here for a world of which
+    change: of the set of ranks, while one is under way; before: what ran transitions before it.
+    store: served here for a world of which
     this process is rank 0. rollout_groups: process groups of the rollout's mesh.
     """
 
@@ -70,7 +72,8 @@ class RankState:
     options: TransitionOptions
     transition: RankTransition
     targets: dict[str, Layout] = field(default_factory=dict)
-    change: membership.RanksChange | None = None
+    change: RanksChange | None = None
+    before: RankTransition | None = None
     store: dist.TCPStore | None = None
     rollout_groups: GroupSet = field(default_factory=GroupSet)
 
