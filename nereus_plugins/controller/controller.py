@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nereus_plugins.cost.calibrate import measured_seconds
-from nereus_plugins.cost.estimate import Estimate
 from nereus_plugins.job import Gpus
 from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
@@ -268,7 +267,7 @@ class Controller:
                 if not proof.open:
                     self._write("proof", {"proof": proof.to_dict()})
         if self._in_force >= SETTLED:
-            self._check_version(made)
+            self._check_version()
 
     def _learn_transition(self, record: TransitionRecord) -> None:
         proposed = self._proposal_of(record)
@@ -326,13 +325,12 @@ class Controller:
         self._in_force = 0
         self._proposed = []
 
-    def _check_version(self, made: Estimate) -> None:
+    def _check_version(self) -> None:
         """Searches are made again when what was learned could change what they find: stages have
-        moved against each other. made: of the last step."""
-        factors = {
-            stage: self.learned.expected(stage, one.assignment, one.seconds).seconds / one.seconds
-            for stage, one in made.stages.items()
-        }
+        moved against each other."""
+        factors = self.learned.stage_factors()
+        if not factors:
+            return
         middle = statistics.median(factors.values())
         weights = {stage: factor / middle for stage, factor in factors.items()}
         if not self._weights or any(

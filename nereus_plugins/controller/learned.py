@@ -204,6 +204,15 @@ class Learned:
         untried = max(variance, (self.layout_spread() * mean) ** 2)
         return Expected(mean, math.sqrt(min(aged, untried)))
 
+    def stage_factors(self) -> dict[ModelStage, float]:
+        """Measured over predicted seconds of each stage, the mean over its layouts: what a search
+        goes by where it looks at others."""
+        ratios: dict[ModelStage, list[float]] = {}
+        for (stage, _), known in self.calibration.seconds_filters.items():
+            if known.seen >= SETTLED:
+                ratios.setdefault(stage, []).append(known.ratio)
+        return {stage: sum(of) / len(of) for stage, of in ratios.items()}
+
     def layout_spread(self) -> float:
         """Standard deviation, relative, of what an untried layout takes of what is expected."""
         return math.sqrt(self.surprise[0] / self.surprise[1])
