@@ -7,6 +7,7 @@ that Ray calls is the new one.
 
 from __future__ import annotations
 
+import datetime
 import gc
 import random
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from nereus_openrlhf import openrlhf_private
 from nereus_openrlhf.config import STAGES
@@ -32,6 +34,7 @@ from nereus_plugins.emu.described.deepspeed_private import Globals
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.groups import GroupSet
+from nereus_plugins.transport.torch_private import current_world, set_timeout
 
 
 @dataclass
@@ -137,6 +140,7 @@ class DeepSpeedUnit:
             with (
                 generators_preserved(),
                 environment,
+                _waiting(self._timeout_s / 2),
                 built.groups.collect(self._timeout_s),
                 built.in_force(),
             ):
@@ -189,6 +193,18 @@ class DeepSpeedUnit:
 
     def settle(self) -> None:
         """Nothing to do: state stays on the device (--ds.enable_sleep is refused)."""
+
+
+@contextmanager
+def _waiting(timeout_s: float) -> Iterator[None]:
+    """Inside, a rank waits so long for its peers in the default world, so that it can still vote:
+    DeepSpeed works in that one while it builds, and a peer may have failed before."""
+    world = current_world()
+    set_timeout(world, datetime.timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        set_timeout(world, default_pg_timeout)
 
 
 def start_layout(worker: Any, unit: str) -> Layout:
