@@ -21,6 +21,8 @@ CALLS = BUILTINS | {
 ALLOWED = {
     # What megatron-core itself gathers, confined to the ranks of one layout.
     ("nereus_plugins/emu/described/megatron_private.py", "all_gather_object"),
+    # OpenRLHF's own launcher, from the installed package, of which the parser is no function.
+    ("adapters/openrlhf/nereus_openrlhf/openrlhf_private.py", "exec"),
 }
 
 

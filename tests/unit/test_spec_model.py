@@ -182,5 +182,5 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="not valid JSON"):
         ModelSpec.from_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(SpecError, match="expected a mapping"):
+    with pytest.raises(SpecError, match=r"config\.json: a mapping with model_type is expected"):
         ModelSpec.from_hf_config(tmp_path)
