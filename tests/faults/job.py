@@ -40,14 +40,14 @@ class Lost(Exception):
 class Ranks:
     """Processes of one job, all in one layout at first.
 
-    Args: limit_s: for an answer to any command.
+    Args: limit_s: for an answer to any command. grace_s: for those of the others, once one failed.
     """
 
-    def __init__(self, case: Case, layout: Layout, limit_s: float) -> None:
+    def __init__(self, case: Case, layout: Layout, limit_s: float, grace_s: float) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["nereus_plugins.selftest.preload"])
-        self._limit_s = limit_s
+        self._limit_s, self._grace_s = limit_s, grace_s
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
@@ -118,7 +118,7 @@ class Ranks:
                     answers[rank] = {"failed": "died", "said": "its process died"}
                 if "failed" in answers[rank]:
                     # What one rank fails for, its peers learn within their own time limit.
-                    deadline = min(deadline, time.monotonic() + limit_s / 2)
+                    deadline = min(deadline, time.monotonic() + self._grace_s)
         return dict(sorted(answers.items()))
 
 

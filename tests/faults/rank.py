@@ -85,9 +85,6 @@ class _Rank:
     def arm(self, fault: str) -> None:
         os.environ[ENVIRONMENT_VARIABLE] = fault
 
-    def disarm(self) -> None:
-        os.environ.pop(ENVIRONMENT_VARIABLE, None)
-
     def train(self, step: int) -> float | None:
         loss: float | None = self._job.train_step(step)
         return loss

@@ -31,7 +31,7 @@ OF_THE_JOURNAL = ("full disk", "torn line")
 # In a transition a rank waits so long for its peers: what is shorter is late, what is longer is
 # lost. In a step, where a busy machine must not be taken for a fault, longer.
 TIMEOUT_S = 5.0
-STEP_TIMEOUT_S = 40.0
+STEP_TIMEOUT_S = 25.0
 SHORT_S = (0.05, 1.0)
 LONG_S = 4 * TIMEOUT_S
 MOMENTS = ("train", "prepare", "commit", "release")
