@@ -16,7 +16,7 @@ from tests.faults.__main__ import run
 from tests.faults.scenario import MOMENTS, TRANSITIONS, scenario
 
 # As many as the gate has time for; ./dev full runs 200.
-IN_CI = 6
+IN_CI = 4
 # No two jobs without a fault are made for one case.
 KNOWN: dict[Any, Any] = {}
 
