@@ -9,9 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from nereus_verl.demo.launch import processes_of
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_demo_and_its_ray(tmp_path: Path) -> None:
     # A short path: Ray's sockets lie deep below it.
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as short:
