@@ -88,16 +88,25 @@ def _is_called(job: dict[str, str], name: str) -> bool:
     return name in (job["namespace"], job["name"]) or job["run_id"].startswith(name)
 
 
+def reach(address: str) -> bool:
+    """Whether an address is host:port; somebody listens there then.
+
+    Raises: OSError: nobody does. OverflowError: there is no such port.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return False
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
+    return True
+
+
 def _check_address(address: str) -> None:
     """Raises: NoLiveJob where Ray would wait for minutes for the cluster at `address`, or start
     one."""
     if address == "local":
         raise NoLiveJob("RAY_ADDRESS=local starts a new Ray cluster; set it to that of the job")
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return  # for Ray to say
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
+        reach(address)  # of another form: for Ray to say
     except (OSError, OverflowError) as error:
         raise NoLiveJob(
             f"no Ray cluster can be reached at {address} (RAY_ADDRESS): {error}"

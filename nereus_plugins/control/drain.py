@@ -19,25 +19,23 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nereus_plugins.control import ray_private
+from nereus_plugins.control import by_ray, ray_private
 
 DONE, NOT_DRAINED, USAGE, NO_CLUSTER = 0, 1, 2, 4
 POLL_S = 0.2
-CONNECT_WITHIN_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         number = None if args.on_signal is None else signal_number(args.on_signal)
-        if args.notice < 0:
-            raise ValueError("--notice must be at least 0 seconds")
+        if not 0 <= args.notice < float("inf"):
+            raise ValueError("--notice must be a number of seconds from 0")
         address = _address(args.address)
         ray_private.check_version()
         from ray.util import get_node_ip_address
@@ -81,16 +79,10 @@ def _wait(number: int | None, file: Path | None, notice_s: float) -> tuple[float
     """
     if number is None and file is None:
         return notice_s, "nereus drain"
-    awaited = " or ".join(
-        what
-        for what in (
-            number is not None and f"signal {signal.Signals(number).name}",
-            file is not None and f"file {file}",
-        )
-        if what
-    )
+    awaited = [] if number is None else [f"signal {signal.Signals(number).name}"]
+    awaited += [] if file is None else [f"file {file}"]
     with _told_of(number) as told:
-        print(f"waiting for {awaited}", flush=True)
+        print(f"waiting for {' or '.join(awaited)}", flush=True)
         while not told:
             if file is not None and file.exists():
                 return _seconds_in(file, notice_s), f"notice file {file}"
@@ -124,11 +116,9 @@ def _seconds_in(file: Path, otherwise_s: float) -> float:
 def _address(given: str | None) -> str:
     """Of the cluster. Raises: ValueError; OSError where nothing answers there."""
     address = given or os.environ.get("RAY_ADDRESS") or ""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise ValueError("--address HOST:PORT (or RAY_ADDRESS) of the Ray cluster is required")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN_S).close()
+        if not by_ray.reach(address):
+            raise ValueError("--address HOST:PORT (or RAY_ADDRESS) of the Ray cluster is required")
     except OverflowError:
         raise ValueError(f"--address {address}: no such port") from None
     return address

@@ -90,7 +90,7 @@ class _Notebook:
 
 
 @dataclass(frozen=True)
-class _Budget:
+class Budget:
     """Device memory that holds the old state or the new one, but not both.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Driver:
         self.control = control
         self.epoch = 0
 
-    def move(self, job: Any, layout: Layout, *, budget: _Budget | None = None) -> int:
+    def move(self, job: Any, layout: Layout, *, budget: Budget | None = None) -> int:
         """One transition, committed and released; bytes that this rank received.
 
         With a budget it must be staged through host memory.
@@ -283,8 +283,8 @@ def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
     twin = make_job(case, case.source, bench, seed=1)
     _train(job, 0, 1)
     _train(twin, 0, 1)
-    budget = _budget(job, case.target, bench)
-    kinds: list[tuple[str, str, _Budget | None]] = []
+    budget = staging_budget(job, case.target, bench)
+    kinds: list[tuple[str, str, Budget | None]] = []
     kinds += [(phase, "raise", None) for phase in FAILING_PHASES]
     kinds += [("verify", "corrupt", None)]
     kinds += [(phase, "raise", budget) for phase in FAILING_STAGED]
@@ -318,8 +318,8 @@ def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
     return notes.dump()
 
 
-def _budget(job: Any, target: Layout, bench: Bench) -> _Budget:
-    """A budget that forces a transition of `job` to `target` through host memory."""
+def staging_budget(job: Any, target: Layout, bench: Bench) -> Budget:
+    """Collective. A budget that forces a transition of `job` to `target` through host memory."""
     everyone = dist.group.WORLD
     assert everyone is not None
     # As built, where a job would take the prediction of its model's spec.
@@ -335,7 +335,7 @@ def _budget(job: Any, target: Layout, bench: Bench) -> _Budget:
     nbytes = larger + 8 * STAGING_BYTES
     if nbytes >= both:
         raise RuntimeError("the model is too small to need staging")
-    return _Budget(nbytes, tables[1])
+    return Budget(nbytes, tables[1])
 
 
 def killed(bench: Bench, backend: str, phase: str) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def run(it: Scenario, known: dict[Any, Plain]) -> Outcome:
     key = (str(it.case), it.staged)
     with tempfile.TemporaryDirectory(prefix="nereus-faults-") as folder:
         if key not in known:
-            known[key] = plain(it.case, it.staged, Path(folder))
+            known[key] = plain(it.case, it.staged)
         return strike(it, known[key], Path(folder) / "struck")
 
 

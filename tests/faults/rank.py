@@ -25,7 +25,7 @@ from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
 from nereus_plugins.selftest import oracle
 from nereus_plugins.selftest.cases import Case
 from nereus_plugins.selftest.compare import whole_state
-from nereus_plugins.selftest.proofs import STAGING_BYTES, UNIT, _budget, make_job
+from nereus_plugins.selftest.proofs import STAGING_BYTES, UNIT, make_job, staging_budget
 from nereus_plugins.selftest.ranks import Bench, end_now, end_with_parent, prepare_process
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
@@ -91,7 +91,7 @@ class _Rank:
 
     def limit(self, target: dict[str, Any]) -> None:
         """Have memory for the old layout or the target, not for both; collective."""
-        self._budget = _budget(self._job, Layout.from_dict(target), self._bench)
+        self._budget = staging_budget(self._job, Layout.from_dict(target), self._bench)
 
     def prepare(self, target: dict[str, Any], epoch: int) -> str:
         """Returns: "intact" or "staged"."""

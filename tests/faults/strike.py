@@ -51,7 +51,7 @@ class Outcome:
     said: str = ""
 
 
-def plain(case: Case, staged: bool, folder: Path) -> Plain:
+def plain(case: Case, staged: bool) -> Plain:
     """Two jobs that no fault strikes: one that stays, one that changes its layout."""
     digests, moved, seconds = {}, {}, {}
     for moves in (False, True):
@@ -66,7 +66,6 @@ def plain(case: Case, staged: bool, folder: Path) -> Plain:
                 if step + 1 == BEFORE and moves:
                     if staged:
                         ranks.all("limit", case.target.to_dict())
-                    driver = Driver(folder)
                     for moment, arguments in (
                         ("prepare", (case.target.to_dict(), 1)),
                         ("commit", ()),
@@ -75,7 +74,6 @@ def plain(case: Case, staged: bool, folder: Path) -> Plain:
                         begin = time.perf_counter()
                         ranks.all(moment, *arguments)
                         seconds[moment] = time.perf_counter() - begin
-                    del driver
                     assert _one(ranks.all("digest")) == found[BEFORE]
         finally:
             ranks.close()
@@ -132,14 +130,15 @@ def _struck(it: Scenario, known: Plain, folder: Path) -> Outcome:
 def _through(it: Scenario, known: Plain, driver: Driver, ranks: Ranks) -> str:
     """The transition (and a step after it, where the fault strikes a step), under the fault."""
     if it.rank >= 0 and it.where not in known.seconds:  # a phase
+        kind = "hang" if it.fault == "delay" else it.fault
         struck = f"rank={it.rank},epoch=1"
-        text = f"step={it.where},{struck},kind={_KINDS[it.fault]},seconds={it.seconds}"
+        text = f"step={it.where},{struck},kind={kind},seconds={it.seconds}"
         if it.where == "fetch":  # what is parked comes back after an abort only
             text += f";step=move,{struck},kind=raise"
         ranks.all("arm", text)
     timers = []
     if it.rank >= 0 and it.where in known.seconds:
-        passed = dict(known.seconds)
+        passed = known.seconds
         wait_s = it.part * passed[it.where]
         if it.where in ("commit", "release"):
             wait_s += passed["prepare"]
@@ -161,9 +160,6 @@ def _through(it: Scenario, known: Plain, driver: Driver, ranks: Ranks) -> str:
     finally:
         for timer in timers:
             timer.join()  # a fault that comes late strikes what follows
-
-
-_KINDS = {"raise": "raise", "kill": "kill", "delay": "hang", "hang": "hang", "corrupt": "corrupt"}
 
 
 def _tear(driver: Driver, part: float) -> None:

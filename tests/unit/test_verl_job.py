@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from nereus_verl import background, preflight, setting, stamp
 from nereus_verl.background import Started, Window
-from nereus_verl.driver import WorkersFailed
 from nereus_verl.job import TransitionFailed, VerlJob
 from nereus_verl.ranks import Change, staying
 
 from nereus_plugins.control.client import Client, NoLiveJob
+from nereus_plugins.control.workers import WorkersFailed
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.gtg.journal import Journal
 from nereus_plugins.job import Proposal

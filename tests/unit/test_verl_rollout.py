@@ -13,12 +13,12 @@ import pytest
 import torch
 from nereus_verl import capabilities, preflight, rollout_worker, verl_private
 from nereus_verl.config import check_plan, plan_layouts
-from nereus_verl.driver import brief
 from nereus_verl.reconcile import kept
 from nereus_verl.rollout import RolloutPlan, global_plan_rollout, plan_rollout, start_rollout
 from nereus_verl.rollout_backends import HFBackend
 
 from nereus_plugins.cli import main
+from nereus_plugins.control.workers import brief
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.transport import fingerprint
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nereus_plugins.control.workers import WorkersFailed, brief, collect
+from nereus_plugins.control.workers import collect
 from nereus_verl import verl_private
-
-__all__ = ["WorkersFailed", "brief", "call_all", "collect", "submit"]
 
 
 def call_all(

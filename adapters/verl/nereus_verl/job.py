@@ -19,6 +19,7 @@ from nereus_plugins.control.beside import Beside, Launch
 from nereus_plugins.control.inbox import Inbox, Submitted
 from nereus_plugins.control.live import gpus_to
 from nereus_plugins.control.server import Server
+from nereus_plugins.control.workers import WorkersFailed, collect
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.gtg.report import Timed, merge_unit_reports
 from nereus_plugins.job import Capabilities, Gpus, Proposal, StaleProposal, UnitInfo
@@ -34,7 +35,7 @@ from nereus_plugins.trace.record import (
 from nereus_verl import capabilities, jobconfig, knobs, setting, stamp, verl_private, worker
 from nereus_verl.background import AWAKE_RESERVE, Started, Window
 from nereus_verl.config import check_plan, global_plan_layouts
-from nereus_verl.driver import WorkersFailed, call_all, collect, submit
+from nereus_verl.driver import call_all, submit
 from nereus_verl.knobs import UnitKnobs
 from nereus_verl.planned import executable
 from nereus_verl.preflight import Preflight, plan_targets

@@ -17,11 +17,12 @@ import ray
 import torch.distributed as dist
 
 from nereus_plugins.control import ray_private
+from nereus_plugins.control.workers import WorkersFailed
 from nereus_plugins.gtg.ranks_change import JOIN, VOTES
 from nereus_plugins.gtg.scalars import derived_seed
 from nereus_plugins.transport.control import ControlError, report_lost
 from nereus_verl import verl_private, worker
-from nereus_verl.driver import WorkersFailed, call_all
+from nereus_verl.driver import call_all
 
 SETUP_TIMEOUT_S = 600.0
 # A phase has many steps, each of which may use up the ranks' own time limit before it fails.

@@ -13,10 +13,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nereus_plugins.control.workers import WorkersFailed, brief
 from nereus_plugins.gtg.report import Timed
 from nereus_plugins.transport import fingerprint
 from nereus_verl import rollout_worker, verl_private
-from nereus_verl.driver import WorkersFailed, brief, call_all
+from nereus_verl.driver import call_all
 from nereus_verl.ranks import DRIVER_PATIENCE, SETUP_TIMEOUT_S, Ranks
 from nereus_verl.rollout import RolloutPlan
 from nereus_verl.rollout_backends import RolloutBackend

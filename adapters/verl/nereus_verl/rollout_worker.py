@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nereus_plugins.control.workers import brief
 from nereus_plugins.transport import fingerprint
 from nereus_verl import verl_private
-from nereus_verl.driver import brief
 from nereus_verl.rollout_backends import BACKENDS, RolloutBackend
 
 if TYPE_CHECKING:

@@ -243,6 +243,22 @@ def load_group_scalars(group: dict[str, Any], values: Mapping[str, Any]) -> None
             group[key] = value
 
 
+def load_groups(optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the hyperparameters of all parameter groups, which have their places for names.
+
+    To be called after the LR scheduler is loaded: the source's own lr is kept bit for bit.
+
+    Raises: KeyError: the source has no values for a group of the target.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        if str(i) not in groups:
+            raise KeyError(
+                f"the source has {len(groups)} parameter groups, the target "
+                f"{len(optimizer.param_groups)}: the optimizer must be built alike in both layouts"
+            )
+        load_group_scalars(group, groups[str(i)])
+
+
 def set_step(state: dict[str, Any], value: float) -> None:
     """Set one parameter's own step counter.
 

@@ -27,7 +27,7 @@ from nereus_plugins.emu.described.base import (
     UnsupportedState,
     ensure_adam_state_of,
     group_scalars,
-    load_group_scalars,
+    load_groups,
     scalar_value,
     set_step,
 )
@@ -93,14 +93,7 @@ def load_scalars(scalars: Mapping[str, Any], engine: Any) -> None:
     if adam is None:
         return
     ensure_optimizer_state(engine)
-    # After the scheduler: the source's own lr is kept bit for bit.
-    for i, group in enumerate(adam.param_groups):
-        if str(i) not in scalars["groups"]:
-            raise KeyError(
-                f"the source has {len(scalars['groups'])} parameter groups, the target "
-                f"{len(adam.param_groups)}: the optimizer must be built alike in both layouts"
-            )
-        load_group_scalars(group, scalars["groups"][str(i)])
+    load_groups(adam, scalars["groups"])
     names = {id(param): name for name, param in engine.module.named_parameters()}
     for partition in private.partitions(engine):
         steps = {scalars["steps"][names[id(p)]] for p in partition.params}

@@ -22,7 +22,7 @@ from nereus_plugins.emu.described.base import (
     UnsupportedState,
     ensure_adam_state,
     group_scalars,
-    load_group_scalars,
+    load_groups,
     scalar_value,
     set_step,
 )
@@ -104,14 +104,7 @@ def load_scalars(
     if optimizer is None:
         return
     ensure_adam_state(optimizer)
-    # After the scheduler: the source's own lr is kept bit for bit.
-    for i, group in enumerate(optimizer.param_groups):
-        if str(i) not in scalars["groups"]:
-            raise KeyError(
-                f"the source has {len(scalars['groups'])} parameter groups, the target "
-                f"{len(optimizer.param_groups)}: the optimizer must be built alike in both layouts"
-            )
-        load_group_scalars(group, scalars["groups"][str(i)])
+    load_groups(optimizer, scalars["groups"])
     for name, param in _named_parameters(module):
         if param in optimizer.state and "step" in optimizer.state[param]:
             set_step(optimizer.state[param], scalars["steps"][name])
