@@ -83,12 +83,10 @@ class Counter:
             with _Watched(self), torch.no_grad():
                 torch.ones(_WARM, _WARM) @ torch.ones(_WARM, _WARM)
         gc.collect()
+        held_bytes = _tensor_bytes()
+        # After the search: its list of all objects, megabytes, may be a hole in the heap by now.
         self._libc.malloc_trim(0)
-        plain = (torch.Tensor, torch.nn.Parameter)
-        tensors = [one for one in gc.get_objects() if type(one) in plain]
-        held = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
-        storages = {storage.data_ptr(): storage.nbytes() for storage in held}
-        self._begin = self._process() - sum(storages.values())
+        self._begin = self._process() - held_bytes
         if first:
             self.peak = self.live()
 
@@ -129,6 +127,14 @@ class _Watched(TorchDispatchMode):
         if not func.is_view and _bytes(out) >= _LOOK_BYTES:
             self._counter.look(str(func))
         return out
+
+
+def _tensor_bytes() -> int:
+    """Bytes of the storages of all tensors on CPU that Python knows."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [one for one in gc.get_objects() if type(one) in plain]
+    held = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def _bytes(out: Any) -> int:
