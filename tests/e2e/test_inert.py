@@ -31,12 +31,13 @@ def without_nereus(directory: Path) -> list[dict[str, Any]]:
     return _metrics(directory, "without", plugins=WITHOUT_NEREUS)
 
 
-@pytest.mark.full  # in CI the next test shows it too: the package is loaded and does nothing
+@pytest.mark.full
 def test_plain_runs_repeat(directory: Path, without_nereus: list[dict[str, Any]]) -> None:
     again = _metrics(directory, "again", plugins=WITHOUT_NEREUS)
     assert differences(without_nereus, again) == []
 
 
+@pytest.mark.full  # in the gate the next test shows more: the package is loaded and asked for
 def test_flag_off(directory: Path, without_nereus: list[dict[str, Any]]) -> None:
     loaded = _metrics(directory, "off", plugins="auto")
     assert differences(without_nereus, loaded) == []

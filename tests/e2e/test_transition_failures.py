@@ -109,7 +109,8 @@ def test_a_failure_in_any_phase_changes_no_number(
     assert journal.current() is None
 
 
-@pytest.mark.parametrize("phase", [pytest.param("move", marks=pytest.mark.full), "commit"])
+@pytest.mark.full  # in the gate tests/dist and tests/faults kill ranks in these phases
+@pytest.mark.parametrize("phase", ["move", "commit"])
 def test_a_killed_rank_ends_the_job(tmp_path: Path, phase: str) -> None:
     killed = _run(
         tmp_path,

@@ -134,6 +134,10 @@ def test_fsdp2_ppo(directory: Path, fsdp2: launch.JobResult) -> None:
         (2, 2),
         (2, 2),
     ]
+
+
+@pytest.mark.full  # in the gate Megatron's job is compared with one left alone
+def test_fsdp2_ppo_against_a_job_left_alone(directory: Path, fsdp2: launch.JobResult) -> None:
     plain = _run(directory, "fsdp2-plain", "fsdp2", 4, reference=True, steps=2).require_success()
     assert differences(fsdp2.metrics[:1], plain.metrics[:1]) == []
     _check_first_step_after(fsdp2.metrics, plain.metrics, 2)
