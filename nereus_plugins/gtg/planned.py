@@ -24,8 +24,7 @@ from nereus_plugins.gtg.graph import Graph, Step
 from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, OptimizerSpec
 
 # Moving state through the predicted tables is known for these training engines.
-_BACKENDS = {"megatron": "megatron", "fsdp": "fsdp2"}
-
+_BACKENDS = {"megatron": "megatron", "fsdp": "fsdp2", "deepspeed": "deepspeed"}
 
 # Seconds of steps that do not scale with bytes, before any was measured; sources in
 # docs/simulator.md.
@@ -38,7 +37,7 @@ def planned_units(job: JobSpec) -> tuple[PlannedUnit, ...]:
     backend = _BACKENDS.get(job.backend)
     if backend is None:
         return ()
-    # FSDP keeps fp32 parameters where it trains; Megatron bf16 ones and fp32 masters.
+    # FSDP keeps fp32 parameters where it trains; Megatron and DeepSpeed bf16 ones and fp32 masters.
     trained = "float32" if backend == "fsdp2" else "bfloat16"
     out = []
     for name, stage, trains in (

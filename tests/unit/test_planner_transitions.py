@@ -105,8 +105,19 @@ def test_without_coupling_stages_may_differ() -> None:
     assert found.estimate.iteration_s <= together.estimate.iteration_s
 
 
-def test_transition_seconds_come_from_the_graph() -> None:
-    small = JobSpec(read_model("qwen2.5-0.5b"), backend="megatron", reference=False)
+@pytest.mark.parametrize(
+    ("backend", "before", "after"),
+    [
+        ("megatron", Layout(tp=2, dp=4, sharding="zero1"), Layout(dp=8, sharding="zero1")),
+        ("fsdp", Layout(dp=8, sharding="hsdp", shard_size=4), Layout(dp=8, sharding="fsdp")),
+        ("deepspeed", Layout(dp=8, sharding="zero2"), Layout(dp=8, sharding="zero3")),
+        ("deepspeed", Layout(tp=2, dp=4, sharding="zero1"), Layout(dp=8, sharding="zero3")),
+    ],
+)
+def test_transition_seconds_come_from_the_graph(
+    backend: str, before: Layout, after: Layout
+) -> None:
+    small = JobSpec(read_model("qwen2.5-0.5b"), backend=backend, reference=False)
     cluster = cluster_of("h100", 8)
     seconds = transition_seconds(small, cluster, StepCosts(constant_s={Step.BUILD: 7.0}))
     assert [unit.name for unit in planned_units(small)] == ["actor"]
@@ -114,10 +125,9 @@ def test_transition_seconds_come_from_the_graph() -> None:
     def with_layout(layout: Layout) -> GlobalPlan:
         return GlobalPlan({S.ACTOR_TRAIN: Assignment(layout)})
 
-    old = with_layout(Layout(tp=2, dp=4, sharding="zero1"))
+    old = with_layout(before)
     assert seconds(old, old) == 0.0
-    moved = seconds(old, with_layout(Layout(tp=1, dp=8, sharding="zero1")))
-    assert moved > 7.0
+    assert seconds(old, with_layout(after)) > 7.0
 
 
 def test_a_slow_transition_keeps_the_plan_in_force() -> None:

@@ -19,12 +19,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from nereus_plugins.spec import FrozenMap, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
     as_float,
+    load_yaml,
     require,
     require_bool,
     require_choice,
@@ -120,13 +119,10 @@ def _listed() -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Raises: SpecError where `text` is not YAML."""
+    """Raises: SpecError where `text` is not YAML, or has a key twice."""
     if name == "run_dir":
         return text
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{PREFIX}{name}: not JSON or YAML: {error}") from None
+    value = load_yaml(text, f"{PREFIX}{name}")
     if name in ("timeout_s", "claim_timeout_s") and type(value) is int:
         return as_float(value)
     return FrozenMap() if name == "schedule" and value is None else value
