@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ FILE = "controller.json"
 LOG_FILE = "controller.log"
 RESTARTS = 5
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each further one
+RAN_WELL_S = 60.0  # whose end, after so long, is the first again
 END_WITHIN_S = 5.0
 
 
@@ -88,7 +90,9 @@ class Beside:
 
     def _keep(self) -> None:
         """In a thread of its own: run the process, again where it dies."""
-        for attempt in range(RESTARTS + 1):
+        ended = 0  # one soon after the other
+        while True:
+            begin_s = time.monotonic()
             try:
                 code = self._run()
             except OSError as error:
@@ -96,19 +100,20 @@ class Beside:
                 return
             if self._ended.is_set():
                 return
-            if attempt == RESTARTS:
+            ended = 1 if time.monotonic() - begin_s >= RAN_WELL_S else ended + 1
+            if ended > RESTARTS:
                 break
-            wait_s = BACK_OFF_S * 2**attempt
+            wait_s = BACK_OFF_S * 2 ** (ended - 1)
             self._say(
                 f"the controller ended ({code}; see {self._run_dir / LOG_FILE}); started again in "
-                f"{wait_s:g} s ({attempt + 1} of {RESTARTS})"
+                f"{wait_s:g} s ({ended} of {RESTARTS})"
             )
             if self._ended.wait(wait_s):
                 return
             self.restarts += 1
         self._say(
-            f"the controller ended {RESTARTS + 1} times; the job trains on without it, in the plan "
-            f"that it has. See {self._run_dir / LOG_FILE}"
+            f"the controller ended {ended} times, each within {RAN_WELL_S:g} s; the job trains on "
+            f"without it, in the plan that it has. See {self._run_dir / LOG_FILE}"
         )
 
     def _run(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from nereus_plugins.trace.record import (
     now_s,
 )
 
+LOCK_FILE = "controller.lock"
 POLL_S = 0.2
 NICE = 5  # behind the ranks, and not starved where cores are few
 
@@ -281,7 +283,36 @@ def main() -> None:
     parser.add_argument("--parent", type=int, default=os.getppid(), help="ends when it is gone")
     args = parser.parse_args()
     os.nice(NICE)
-    Live(args.run_dir, args.parent).run()
+    with only_one(args.run_dir, args.parent) as alone:
+        if alone:
+            Live(args.run_dir, args.parent).run()
+
+
+@contextlib.contextmanager
+def only_one(run_dir: Path, parent: int) -> Iterator[bool]:
+    """Waits until no other controller has the run directory, whose journal has one writer: that of
+    a driver that was killed may be planning still. False: the driver went first.
+
+    Raises: OSError.
+    """
+    # The kernel takes the lock back from a process that is gone, however it went.
+    lock = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        said = False
+        while os.getppid() == parent:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not said:
+                    print("an earlier controller is still in this run directory", flush=True)
+                said = True
+                time.sleep(POLL_S)
+            else:
+                yield True
+                return
+        yield False
+    finally:
+        os.close(lock)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from nereus_plugins.control import beside, cli
 from nereus_plugins.control.beside import Beside, Launch
 from nereus_plugins.control.inbox import Inbox
-from nereus_plugins.control.live import Live, gpus_from, gpus_to
+from nereus_plugins.control.live import Live, gpus_from, gpus_to, only_one
 from nereus_plugins.control.offered import Offered
 from nereus_plugins.control.server import Server
 from nereus_plugins.controller.config import ControllerConfig
@@ -490,6 +491,51 @@ def test_a_process_that_dies_is_started_again_and_not_for_ever(
         assert not one.running
     finally:
         one.close()
+
+
+def test_a_controller_that_ran_well_may_die_any_number_of_times(
+    job: Job, setting: JobSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(beside, "RESTARTS", 1)
+    monkeypatch.setattr(beside, "RAN_WELL_S", 0.0)
+    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
+    said: list[str] = []
+    one = Beside(job.run_dir, said.append)
+    one.start()
+    try:
+        for attempt in range(4):
+            until(lambda attempt=attempt: one.running and one.restarts == attempt)  # type: ignore[misc]
+            assert one._process is not None
+            os.kill(one._process.pid, signal.SIGKILL)
+        until(lambda: one.running and one.restarts == 4)
+        assert all("(1 of 1)" in line for line in said)
+    finally:
+        one.close()
+
+
+def test_a_second_controller_waits_for_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of a driver that was killed may be planning still, and would write what it decides."""
+    parent = os.getppid()
+    with only_one(tmp_path, parent) as first:
+        assert first
+        # flock is of the open file: a second one of this process waits like another's.
+        got: list[bool] = []
+        second = threading.Thread(target=_hold, args=(tmp_path, parent, got), daemon=True)
+        second.start()
+        until(lambda: "earlier controller" in capsys.readouterr().out)
+        assert second.is_alive()
+    second.join(20.0)
+    assert got == [True]
+    with only_one(tmp_path, parent=-1) as without_driver:
+        assert not without_driver
+
+
+def _hold(run_dir: Path, parent: int, got: list[bool]) -> None:
+    with only_one(run_dir, parent) as alone:
+        got.append(alone)
 
 
 def test_the_process_follows_the_job_and_ends_with_it(job: Job, setting: JobSetting) -> None:
