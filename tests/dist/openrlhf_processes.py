@@ -52,15 +52,15 @@ def make_model(folder: Path, *, value_head: bool = False) -> Path:
     return folder
 
 
-def arguments(model: Path, *, dtype: str = "bf16") -> SimpleNamespace:
-    """OpenRLHF's, as its own parser leaves them."""
+def arguments(model: Path, *, dtype: str = "bf16", sleep: bool = False) -> SimpleNamespace:
+    """OpenRLHF's, as its own parser leaves them. sleep: of DeepSpeed's engines."""
     words = f"""--actor.model_name_or_path {model} --critic.model_name_or_path {model}
         --reward.remote_url f.py --data.prompt_dataset none --vllm.num_engines 1
         --train.batch_size {BATCH} --train.micro_batch_size 1 --rollout.batch_size {BATCH}
         --rollout.micro_batch_size 1 --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1
         --ds.attn_implementation eager --ds.param_dtype {dtype} --vllm.sync_backend gloo
         --actor.adam.lr 1e-2 --critic.adam.lr 1e-2 --actor.adam.weight_decay 0.01
-        --ckpt.path {model.parent / "ckpt"}"""
+        --ckpt.path {model.parent / "ckpt"} {"--ds.enable_sleep" * sleep}"""
     args, _ = openrlhf_private.read_launcher(words.split())
     return args  # type: ignore[no-any-return]
 
@@ -202,6 +202,10 @@ class Model:
         assert not any(bool(t.isnan().any()) for t in whole.values()), "a part is on no rank"
         return {"tensors": whole, "scalars": json.loads(scalars[0])}
 
+    def asleep(self) -> list[list[str]]:
+        """What is in host memory, by rank."""
+        return all_of(self.ranks, asleep, [(self.unit,)] * len(self.ranks))
+
     def groups(self) -> list[int]:
         """Process groups alive, by rank."""
         found = all_of(self.ranks, worker.memory, [()] * len(self.ranks))
@@ -230,6 +234,8 @@ def set_fault(held: Any, fault: str) -> None:
 def train(held: Any, unit: str, steps: int, first: int) -> list[float]:
     import torch.distributed as dist
 
+    if openrlhf_private.sleeps(held):  # as OpenRLHF's trainer has it
+        held.reload_states()
     strategy, model = held.strategy, getattr(held, unit)
     losses = []
     for step in range(first, first + steps):
@@ -251,16 +257,28 @@ def train(held: Any, unit: str, steps: int, first: int) -> list[float]:
             strategy.optimizer_step(None, model, None)
             total += float(loss.detach()) / len(mine)
         losses.append(float(strategy.all_reduce(total)))
+    if openrlhf_private.sleeps(held):
+        held.offload_states()
     return losses
+
+
+def asleep(held: Any, unit: str) -> list[str]:
+    """What of a model is in host memory, by DeepSpeed's own account."""
+    engine = openrlhf_private.engine_of(held, unit)
+    return sorted(kind.value for kind in engine.optimizer.offloaded_states)
 
 
 def state(held: Any, unit: str) -> tuple[list[Any], str]:
     from nereus_plugins.emu.described.deepspeed import describe_deepspeed
 
+    if openrlhf_private.sleeps(held):
+        held.reload_states()
     described = describe_deepspeed(openrlhf_private.engine_of(held, unit))
     shards = [
         (s.name, s.global_shape, s.box.offset, s.view.detach().clone()) for s in described.shards
     ]
+    if openrlhf_private.sleeps(held):
+        held.offload_states()
     return shards, json.dumps(described.scalars)
 
 

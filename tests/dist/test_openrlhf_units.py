@@ -84,3 +84,43 @@ def test_a_failure_leaves_the_old_layout_training(
     assert model.move(layout(1, 3)) == ""
     processes.described_equal(before, model.state())
     model.train(1, 1)
+
+
+# -- models that sleep while others work -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sleeping(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    model = processes.make_model(tmp_path_factory.mktemp("sleeping") / "tiny")
+    return processes.arguments(model, sleep=True)
+
+
+@pytest.mark.parametrize("unit", ["actor", "critic"])
+def test_what_sleeps_moves_and_sleeps_on(
+    unit: str, sleeping: SimpleNamespace, started: list[processes.Model]
+) -> None:
+    model, left_alone = (processes.Model(unit, sleeping, layout(2, 2)) for _ in range(2))
+    started += [model, left_alone]
+    assert all("optim_states" in of_rank for of_rank in model.asleep())
+    assert model.train(2, 0) == left_alone.train(2, 0)
+    for target in [(1, 3), (3, 1), (2, 3), (2, 2)]:
+        before = model.state()
+        assert model.move(layout(*target)) == ""
+        assert all("optim_states" in of_rank for of_rank in model.asleep())
+        processes.described_equal(before, model.state())
+    assert model.train(3, 2) == left_alone.train(3, 2)
+    processes.described_equal(model.state(), left_alone.state())
+
+
+@pytest.mark.parametrize("phase", ["build", "move", "commit"])
+def test_what_sleeps_sleeps_on_after_a_failure(
+    phase: str, sleeping: SimpleNamespace, started: list[processes.Model]
+) -> None:
+    model = processes.Model("actor", sleeping, layout(2, 3))
+    started.append(model)
+    model.train(1, 0)
+    before = model.state()
+    assert model.move(layout(1, 2), fault=f"step={phase},rank=1,kind=raise")
+    assert all("hp_params" in of_rank for of_rank in model.asleep())
+    processes.described_equal(before, model.state())
+    model.train(1, 1)

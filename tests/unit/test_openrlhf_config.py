@@ -130,6 +130,7 @@ def test_a_plan_says_what_changes() -> None:
             "share GPUs",
         ),
         ({"rollout": {"replicas": 2}}, {"train__colocate_all": True}, "train.colocate_all"),
+        ({"actor": {"sharding": "none"}}, {"ds__enable_sleep": True}, "--ds.enable_sleep"),
     ],
 )
 def test_a_layout_that_openrlhf_would_not_run_is_refused(
@@ -146,7 +147,6 @@ def test_a_layout_that_openrlhf_would_not_run_is_refused(
         ({"ds__ring_attn_size": 2}, "--ds.ring_attn_size"),
         ({"ds__tensor_parallel_size": 2}, "--ds.tensor_parallel_size"),
         ({"ds__adam_offload": True}, "--ds.adam_offload"),
-        ({"ds__enable_sleep": True}, "--ds.enable_sleep"),
         ({"train__enable_ema": True}, "--train.enable_ema"),
         ({"critic__optim": "muon"}, "--critic.optim"),
         ({"ds__zpg": 8}, "--ds.zpg"),

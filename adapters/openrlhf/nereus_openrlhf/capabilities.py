@@ -80,15 +80,6 @@ _RULES: tuple[tuple[Refusal, Callable[[Any], bool]], ...] = (
     ),
     (
         Refusal(
-            "sleeping DeepSpeed engines",
-            "--ds.enable_sleep",
-            "state that lies in host memory between stages has not been moved yet",
-            "leave it out",
-        ),
-        lambda args: bool(_flag("ds", "enable_sleep")(args)),
-    ),
-    (
-        Refusal(
             "dynamic batches",
             "--train.dynamic_batch_enable",
             "another number of ranks cuts the batch in other optimizer steps; not tested",
@@ -219,6 +210,11 @@ def check_layouts(args: Any, layouts: Mapping[str, Layout], where: str) -> None:
             raise SpecError(
                 f"{where}: {unit} does not train: its sharding is none or zero3, not "
                 f"{layout.sharding}"
+            )
+        if unit in TRAINED and args.ds.enable_sleep and layout.sharding == "none":
+            raise SpecError(
+                f"{where}: {unit} with sharding=none: under --ds.enable_sleep DeepSpeed needs "
+                "zero1, zero2 or zero3"
             )
         if batches % dp:
             raise SpecError(

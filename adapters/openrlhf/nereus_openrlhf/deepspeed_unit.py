@@ -125,8 +125,19 @@ class DeepSpeedUnit:
         return int(engine.global_steps << 32) + int(engine.micro_steps)
 
     def free_gradients(self) -> None:
-        if self._current.engine is not None:
+        # Of a model that sleeps DeepSpeed itself takes the buffers away and brings them back.
+        if self._current.engine is not None and not openrlhf_private.sleeps(self._worker):
             free_gradients(self._current.engine)
+
+    def wake(self) -> None:
+        """Have the state of a model that sleeps on the device. Collective in its world."""
+        if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
+            openrlhf_private.wake(self._worker)
+
+    def put_to_sleep(self) -> None:
+        """The inverse of `wake`, where OpenRLHF has the model sleep. Collective in its world."""
+        if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
+            openrlhf_private.put_to_sleep(self._worker)
 
     def build(self, layout: Layout) -> BuiltModel:
         building = self.building
@@ -192,7 +203,7 @@ class DeepSpeedUnit:
         built.groups.destroy()
 
     def settle(self) -> None:
-        """Nothing to do: state stays on the device (--ds.enable_sleep is refused)."""
+        """Nothing to do: the worker puts a model that sleeps to sleep once worlds are settled."""
 
 
 @contextmanager

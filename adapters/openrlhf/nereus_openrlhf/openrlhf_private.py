@@ -245,6 +245,22 @@ def stage_of(worker: Any) -> int:
     return stage
 
 
+def sleeps(worker: Any) -> bool:
+    """Whether OpenRLHF keeps this model's masters and moments in host memory while it does not
+    train (--ds.enable_sleep); those that are not trained have none."""
+    return bool(worker.strategy.args.ds.enable_sleep) and hasattr(worker, "offload_states")
+
+
+def wake(worker: Any) -> None:
+    """Bring a sleeping model's state back to the device. Collective in its world."""
+    worker.reload_states()
+
+
+def put_to_sleep(worker: Any) -> None:
+    """The inverse of `wake`; does nothing to what sleeps already. Collective in its world."""
+    worker.offload_states()
+
+
 def node_address() -> str:
     """The address at which other nodes reach this process."""
     import ray
@@ -271,7 +287,7 @@ def empty_twin(worker: Any) -> Any:
 
 def build_model(twin: Any, args: Any, unit: str, stage: int, ranks: int, max_steps: int) -> None:
     """Have OpenRLHF build a model in the default world, from its own files: what a checkpoint holds
-    is not loaded, and nothing is synced with vLLM.
+    is not loaded, nothing is synced with vLLM, and it is awake.
 
     Args:
         twin: as `empty_twin` made it. args: OpenRLHF's. unit: which model. stage: of ZeRO.
@@ -281,6 +297,7 @@ def build_model(twin: Any, args: Any, unit: str, stage: int, ranks: int, max_ste
 
     args = copy.deepcopy(args)
     args.ckpt.load_enable = False
+    sleeps, args.ds.enable_sleep = args.ds.enable_sleep, False
     args.ds.zero_stage = stage
     getattr(args, unit).num_nodes, getattr(args, unit).num_gpus_per_node = 1, ranks
     strategy = get_strategy(args)
@@ -290,6 +307,7 @@ def build_model(twin: Any, args: Any, unit: str, stage: int, ranks: int, max_ste
     else:
         twin.init_model_from_pretrained(strategy, path)
     twin.strategy.args.ckpt.load_enable = False
+    twin.strategy.args.ds.enable_sleep = sleeps
 
 
 def adopt(worker: Any, built: Any, unit: str, rank: int, world: int) -> None:

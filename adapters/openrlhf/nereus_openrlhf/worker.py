@@ -137,7 +137,8 @@ def host_store(worker: Any) -> tuple[str, int]:
 
 
 def join(worker: Any, rank: int, size: int, order: Sequence[int], address: str, port: int) -> str:
-    """Form the worlds of a change. Collective in old and new ranks.
+    """Form the worlds of a change. Collective in old and new ranks. A model that sleeps is awake
+    from here to `settle` or `withdraw`.
 
     Args: rank, size: of the union. order, address, port: as in `RanksChange`.
 
@@ -146,6 +147,7 @@ def join(worker: Any, rank: int, size: int, order: Sequence[int], address: str, 
     state = _here()
     timeout_s = state.options.timeout_s
     try:
+        state.unit.wake()
         change = RanksChange.begin(rank, tuple(order), address, port, current_world(), timeout_s)
         state.change = change
         control = change.form(size, state.store, timeout_s)
@@ -163,12 +165,14 @@ def join(worker: Any, rank: int, size: int, order: Sequence[int], address: str, 
 
 
 def withdraw(worker: Any) -> None:
-    """Go back to the old world, after an abort or where worlds were not formed. Local."""
+    """Go back to the old world, after an abort or where worlds were not formed. Local; of a model
+    that sleeps collective in its ranks."""
     state = _here()
     change, state.change = state.change, None
     state.transition, state.store = None, None
     if change is not None:
         change.undo()
+    state.unit.put_to_sleep()
 
 
 def votes_of(epoch: int) -> str:
@@ -258,7 +262,8 @@ def release(worker: Any) -> dict[str, Any]:
 
 
 def settle(worker: Any) -> None:
-    """Leave nothing of the old world behind. In ranks of the new one. Local."""
+    """Leave nothing of the old world behind. In ranks of the new one. Local; of a model that sleeps
+    collective in them."""
     state = _here()
     change, state.change = state.change, None
     state.transition = None
@@ -268,6 +273,7 @@ def settle(worker: Any) -> None:
     # Of the world that is over, only now: its groups used it.
     if state.store is not None:
         state.kept_store, state.store = state.store, None
+    state.unit.put_to_sleep()
 
 
 def memory(worker: Any) -> dict[str, int]:

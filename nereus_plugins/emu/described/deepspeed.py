@@ -50,6 +50,7 @@ def describe_deepspeed(engine: Any) -> DescribedUnit:
     private.check_version()
     _refuse_unsupported(engine)
     private.drop_gathered(engine)
+    private.drop_host_copies(engine)
     ensure_optimizer_state(engine)
     shards: list[LocalShard] = []
     _refuse_tied_cut(engine.module)

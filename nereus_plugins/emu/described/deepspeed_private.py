@@ -210,6 +210,15 @@ def link_moments(engine: Any) -> None:
         wrapper._lazy_init_hp_params_optimizer_state()
 
 
+def drop_host_copies(engine: Any) -> None:
+    """Forget the host memory that ZeRO-3 keeps beside the moments of an engine that slept; it is
+    allocated again when the engine sleeps again."""
+    optimizer = adam(engine)
+    for state in () if optimizer is None else optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state.pop(f"{key}_offload_buffer", None)
+
+
 def loss_scaler(engine: Any) -> Any | None:
     """What holds the dynamic loss scale of an fp16 model, or None."""
     if not engine.fp16_enabled() or engine.optimizer is None:
