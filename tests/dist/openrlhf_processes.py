@@ -124,25 +124,25 @@ class Model:
 
     def __init__(self, unit: str, args: SimpleNamespace, layout: Layout) -> None:
         self.unit, self.args, self.layout, self.epoch = unit, args, layout, 0
-        self.ranks = [Process(unit) for _ in range(layout.dp)]
+        self.ranks = [Process(unit) for _ in range(layout.world_size)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = [
-            (self.args, unit, STAGES[layout.sharding], rank, layout.dp, port)
-            for rank in range(layout.dp)
+            (self.args, unit, STAGES[layout.sharding], layout.tp, rank, layout.world_size, port)
+            for rank in range(layout.world_size)
         ]
         all_of(self.ranks, build, given)
-        told = [(unit, True, None, TIMEOUT_S, 0)] * layout.dp
+        told = [(unit, True, None, TIMEOUT_S, 0)] * layout.world_size
         found = all_of(self.ranks, worker.setup, told)
-        assert [Layout.from_dict(one["layout"]) for one in found] == [layout] * layout.dp
+        assert [Layout.from_dict(one["layout"]) for one in found] == [layout] * layout.world_size
         self.backend = found[0]["backend"]
 
     def move(self, layout: Layout, *, fault: str = "") -> str:
         """One transition. Args: fault: as NEREUS_FAULT. Returns: why it was aborted, or ""."""
         self.epoch += 1
-        old, stay = list(self.ranks), min(len(self.ranks), layout.dp)
-        joined = [Process(self.unit) for _ in range(layout.dp - stay)]
+        old, stay = list(self.ranks), min(len(self.ranks), layout.world_size)
+        joined = [Process(self.unit) for _ in range(layout.world_size - stay)]
         if joined:
             states = all_of(old[:1], worker.briefing, [()])[0]
             told = (self.unit, True, None, TIMEOUT_S, self.epoch - 1)
@@ -219,12 +219,14 @@ class Model:
 # -- in the processes --------------------------------------------------------------------------
 
 
-def build(held: Any, args: Any, unit: str, stage: int, rank: int, world: int, port: int) -> None:
+def build(
+    held: Any, args: Any, unit: str, stage: int, tp: int, rank: int, world: int, port: int
+) -> None:
     """As OpenRLHF starts a rank."""
     held._rank, held._world_size = rank, world
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    openrlhf_private.build_model(held, args, unit, stage, world, 100)
+    openrlhf_private.build_model(held, args, unit, stage, tp, world, 100)
 
 
 def set_fault(held: Any, fault: str) -> None:
@@ -241,7 +243,8 @@ def train(held: Any, unit: str, steps: int, first: int) -> list[float]:
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCABULARY - 2, (BATCH, SEQUENCE), generator=generator)
-        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        tp = strategy.ds_tensor_parallel_size  # ranks that have the same samples
+        mine = tokens.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp]
         total = 0.0
         for one in mine.split(1):
             mask = torch.ones_like(one)

@@ -19,8 +19,8 @@ from tests.dist import openrlhf_processes as processes
 pytestmark = pytest.mark.full
 
 
-def layout(dp: int, stage: int) -> Layout:
-    return Layout(dp=dp, sharding=["none", "zero1", "zero2", "zero3"][stage])
+def layout(dp: int, stage: int, tp: int = 1) -> Layout:
+    return Layout(dp=dp, tp=tp, sharding=["none", "zero1", "zero2", "zero3"][stage])
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def started() -> Iterator[list[processes.Model]]:
 def test_state_is_bit_exact_through_every_pair(
     unit: str, args: SimpleNamespace, started: list[processes.Model]
 ) -> None:
-    pairs = [(1, 3), (3, 1), (2, 3), (2, 0), (1, 2), (3, 3), (1, 0), (2, 2)]
+    pairs: list[tuple[int, ...]] = [(1, 3), (3, 1), (2, 3), (2, 0), (1, 2), (3, 3), (1, 0), (2, 2)]
+    pairs += [(1, 2, 2), (2, 1, 2), (3, 3), (1, 0, 2), (2, 2)]  # the third: tp
     model = processes.Model(unit, args, layout(2, 2))
     started.append(model)
     step = 0
@@ -54,9 +55,9 @@ def test_state_is_bit_exact_through_every_pair(
     assert len(set(model.groups())) == 1
 
 
-@pytest.mark.parametrize("via", [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("via", [(1, 3), (3, 2), (2, 1), (1, 1, 2)])
 def test_there_and_back_is_as_never_moved(
-    via: tuple[int, int], args: SimpleNamespace, started: list[processes.Model]
+    via: tuple[int, ...], args: SimpleNamespace, started: list[processes.Model]
 ) -> None:
     home = layout(2, 2)
     moved, left_alone = (processes.Model("actor", args, home) for _ in range(2))

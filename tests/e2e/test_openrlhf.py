@@ -20,11 +20,14 @@ STEPS = 3
 LOSSES = ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "return", "reward")
 
 
-def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
+def run(folder: Path, *words: str, steps: int = STEPS, critic: bool = True) -> list[dict[str, Any]]:
     """Run a job; what OpenRLHF's own log says of each step."""
     demo.make_files(folder, steps * demo.PROMPTS)
     # Sampling is greedy, so that runs repeat whatever the order of requests in vLLM.
     given = [*demo.arguments(folder, steps), "--rollout.top_p", "1e-6", *words]
+    if not critic:
+        at = given.index("--critic.model_name_or_path")
+        del given[at : at + 2]
     log = folder / "log.txt"
     assert demo.run(folder, given, log) == 0, "\n".join(log.read_text().splitlines()[-60:])
     return logged(folder)
@@ -74,13 +77,33 @@ def test_layouts_change_while_it_trains(tmp_path: Path) -> None:
     schedule = {
         1: {"dp": 1, "sharding": "zero3"},
         2: {"actor": {"dp": 2, "sharding": "zero1"}},
+        3: {"tp": 2, "dp": 1, "sharding": "zero2"},
     }
-    logs = run(tmp_path, *nereus(tmp_path, schedule))
+    logs = run(tmp_path, *nereus(tmp_path, schedule), steps=4)
     done = transitions(tmp_path)
-    assert [(t.step, t.outcome) for t in done] == [(1, "committed"), (2, "committed")]
-    assert set(done[0].units) == {"actor", "critic"}
-    assert [step["nereus/actor/dp"] for step in logs] == [2, 1, 2]
+    assert [(t.step, t.outcome) for t in done] == [(step, "committed") for step in schedule]
+    assert all(set(t.units) == {"actor", "critic"} for t in (done[0], done[2]))
+    assert [step["nereus/actor/dp"] for step in logs] == [2, 1, 2, 1]
     assert (tmp_path / "final" / "config.json").exists()  # the launcher saved the moved actor
+
+
+def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
+    """OpenRLHF's hybrid engine, without a critic, with a reference model."""
+    words = "--train.colocate_all --ds.enable_sleep --vllm.num_engines 2 --ref.num_gpus_per_node 2"
+    words += " --algo.kl.init_coef 0.01 --algo.advantage.estimator reinforce_baseline"
+    words += " --rollout.n_samples_per_prompt 2"
+    schedule = {1: {"actor": {"sharding": "zero3"}, "ref": {"sharding": "zero3"}}}
+    moved = run(
+        tmp_path / "moved", *words.split(), *nereus(tmp_path / "moved", schedule), critic=False
+    )
+    (done,) = transitions(tmp_path / "moved")
+    assert done.outcome == "committed"
+    assert set(done.units) == {"actor", "ref"}
+    plain = run(tmp_path / "plain", *words.split(), critic=False, steps=1)
+    names = [name for name in LOSSES if name in plain[0]]
+    assert "policy_loss" in names
+    assert {n: moved[0][n] for n in names} == {n: plain[0][n] for n in names}
+    assert len(moved) == STEPS
 
 
 def test_engines_of_vllm_follow(tmp_path: Path) -> None:

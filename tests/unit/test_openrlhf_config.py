@@ -26,6 +26,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         reward=space(**gpus, remote_url=["f.py"], model_name_or_path=None, offload=False),
         ds=space(
             zero_stage=2,
+            param_dtype="bf16",
             ring_attn_size=1,
             tensor_parallel_size=1,
             adam_offload=False,
@@ -107,6 +108,15 @@ def test_a_plan_says_what_changes() -> None:
     assert layouts == {"critic": Layout(dp=2, sharding="zero3")}
     assert engines == 2
     assert capabilities.start_layout(arguments(), "actor") == zero2
+    # AutoTP is one for all, also for those that do not train; ranks are dp * tp.
+    layouts, _ = targets({"tp": 2, "dp": 1}, algo__kl__init_coef=0.1)
+    assert layouts == {
+        "actor": Layout(tp=2, sharding="zero2"),
+        "critic": Layout(tp=2, sharding="zero2"),
+        "ref": Layout(dp=2, tp=2),
+    }
+    cut = capabilities.start_layout(arguments(ds__tensor_parallel_size=2), "actor")
+    assert cut == Layout(tp=2, sharding="zero2")
     # Models that do not train are not cut, but under stage 3.
     assert capabilities.start_layout(arguments(), "ref") == Layout(dp=2)
     three = arguments(ds__zero_stage=3)
@@ -131,6 +141,11 @@ def test_a_plan_says_what_changes() -> None:
         ),
         ({"rollout": {"replicas": 2}}, {"train__colocate_all": True}, "train.colocate_all"),
         ({"actor": {"sharding": "none"}}, {"ds__enable_sleep": True}, "--ds.enable_sleep"),
+        ({"actor": {"tp": 2}}, {}, "one --ds.tensor_parallel_size for all models"),
+        ({"tp": 2, "sharding": "zero3"}, {}, "cannot gather"),
+        ({"tp": 2}, {"ds__param_dtype": "fp16"}, "--ds.param_dtype bf16"),
+        ({"tp": 2, "dp": 2}, {"train__colocate_all": True}, "number of ranks"),
+        ({"dp": 1}, {"ds__tensor_parallel_size": 4}, "must divide by --ds.tensor_parallel_size 4"),
     ],
 )
 def test_a_layout_that_openrlhf_would_not_run_is_refused(
@@ -145,7 +160,6 @@ def test_a_layout_that_openrlhf_would_not_run_is_refused(
     [
         ({"train__async_enable": True}, "--train.async_enable"),
         ({"ds__ring_attn_size": 2}, "--ds.ring_attn_size"),
-        ({"ds__tensor_parallel_size": 2}, "--ds.tensor_parallel_size"),
         ({"ds__adam_offload": True}, "--ds.adam_offload"),
         ({"train__enable_ema": True}, "--train.enable_ema"),
         ({"critic__optim": "muon"}, "--critic.optim"),

@@ -62,15 +62,6 @@ _RULES: tuple[tuple[Refusal, Callable[[Any], bool]], ...] = (
     ),
     (
         Refusal(
-            "AutoTP",
-            "--ds.tensor_parallel_size",
-            "it is of all models at once, and a change in a running job has not been tested",
-            "set it to 1",
-        ),
-        lambda args: _above_one(_flag("ds", "tensor_parallel_size")(args)),
-    ),
-    (
-        Refusal(
             "optimizer state in host memory",
             "--ds.adam_offload",
             "DeepSpeed's CPU Adam keeps it where it is not a box of device memory",
@@ -188,13 +179,19 @@ def units(args: Any) -> tuple[str, ...]:
 
 
 def start_layout(args: Any, unit: str) -> Layout:
-    """The layout that OpenRLHF builds a model in."""
+    """The layout that OpenRLHF builds a model in. Raises: SpecError naming the flags."""
     of_unit = getattr(args, unit)
     stage = args.ds.zero_stage
     if unit not in TRAINED and stage != 3:
         stage = 0
     sharding = next(name for name, number in STAGES.items() if number == stage)
-    return Layout(dp=of_unit.num_nodes * of_unit.num_gpus_per_node, sharding=sharding)
+    ranks, tp = of_unit.num_nodes * of_unit.num_gpus_per_node, args.ds.tensor_parallel_size
+    if ranks % tp:
+        raise SpecError(
+            f"--{unit}.num_nodes * --{unit}.num_gpus_per_node = {ranks} must divide by "
+            f"--ds.tensor_parallel_size {tp}"
+        )
+    return Layout(dp=ranks // tp, tp=tp, sharding=sharding)
 
 
 def check_layouts(args: Any, layouts: Mapping[str, Layout], where: str) -> None:
@@ -216,6 +213,15 @@ def check_layouts(args: Any, layouts: Mapping[str, Layout], where: str) -> None:
                 f"{where}: {unit} with sharding=none: under --ds.enable_sleep DeepSpeed needs "
                 "zero1, zero2 or zero3"
             )
+        if layout.tp > 1 and layout.sharding == "zero3":
+            raise SpecError(
+                f"{where}: {unit} with tp={layout.tp} and sharding=zero3: OpenRLHF cannot gather "
+                "such weights for vLLM; take zero1 or zero2, or tp=1"
+            )
+        if layout.tp > 1 and args.ds.param_dtype != "bf16":
+            raise SpecError(
+                f"{where}: {unit} with tp={layout.tp}: OpenRLHF needs --ds.param_dtype bf16 for it"
+            )
         if batches % dp:
             raise SpecError(
                 f"{where}: {unit} with dp={dp}: the {batches} micro-batches of a rollout "
@@ -228,12 +234,20 @@ def check_layouts(args: Any, layouts: Mapping[str, Layout], where: str) -> None:
                 f"{where}: {unit} with dp={dp}: --train.batch_size {args.train.batch_size} must "
                 f"divide by --train.micro_batch_size * dp = {whole}"
             )
+    sizes = {unit: layout.tp for unit, layout in layouts.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{unit} tp={tp}" for unit, tp in sizes.items())
+        raise SpecError(
+            f"{where}: OpenRLHF has one --ds.tensor_parallel_size for all models, not {listed}; "
+            "set tp of all"
+        )
     for unit, layout in layouts.items():
         for other in openrlhf_private.colocated_with(args, unit):
-            if other in layouts and layouts[other].dp != layout.dp:
+            if other in layouts and layouts[other].world_size != layout.world_size:
                 raise SpecError(
                     f"{where}: {unit} and {other} share GPUs (--train.colocate_*), so OpenRLHF "
-                    f"has them on as many: dp={layout.dp} and dp={layouts[other].dp}; change both"
+                    f"has them on as many: {layout.world_size} and {layouts[other].world_size} "
+                    "ranks (dp * tp); change both"
                 )
 
 
@@ -242,10 +256,11 @@ def check_rollout(args: Any, actor: Layout, replicas: int, where: str) -> None:
     if not args.train.colocate_all:
         return
     start = args.vllm.num_engines
-    if replicas != start or actor.dp != start_layout(args, "actor").dp:
+    if replicas != start or actor.world_size != start_layout(args, "actor").world_size:
         raise SpecError(
             f"{where}: under --train.colocate_all the engines sit on the actor's own GPUs, in one "
-            "placement group: neither dp nor rollout.replicas can change (sharding can)"
+            "placement group: neither the number of ranks (dp * tp) nor rollout.replicas can "
+            "change (sharding can)"
         )
 
 
@@ -253,6 +268,7 @@ def capabilities(args: Any) -> Capabilities:
     """As the planner needs it."""
     there = units(args)
     fixed = bool(args.train.colocate_all)
+    # tp is not offered to the planner: it is one for all models, whose layouts may differ.
     fields = frozenset({"sharding"} if fixed else {"dp", "sharding"})
     stages = {stage: StageCapability(fields) for unit in there for stage in STAGES_OF[unit]}
     if not fixed:

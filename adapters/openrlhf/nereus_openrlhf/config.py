@@ -7,8 +7,9 @@ A schedule maps a training step to what holds from the end of that step on, as J
                         6: {rollout: {replicas: 2}}}'
 
 The fields of a layout are those of `nereus_plugins.spec.Layout` that DeepSpeed knows: `dp`
-(data-parallel ranks), `sharding` (none, zero1, zero2, zero3: ZeRO's stages). Fields without a model
-hold for all models that train; what is left out stays as it is. `rollout` has the number of vLLM
+(data-parallel ranks), `tp` (AutoTP, one for all models), `sharding` (none, zero1, zero2, zero3:
+ZeRO's stages). Fields without a model hold for all models that train, `tp` for all models; what is
+left out stays as it is. `rollout` has the number of vLLM
 engines, `replicas`.
 """
 
@@ -37,7 +38,7 @@ UNITS = ("actor", "critic", "ref", "reward")
 TRAINED = ("actor", "critic")
 ROLLOUT = "rollout"
 ROLLOUT_FIELDS = ("replicas",)
-LAYOUT_FIELDS = ("dp", "sharding")
+LAYOUT_FIELDS = ("dp", "tp", "sharding")
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # ZeRO's, by `Layout.sharding`
 
 
@@ -184,4 +185,6 @@ def by_unit(plan: Mapping[str, Any], units: Sequence[str]) -> dict[str, Mapping[
     fields = {key: value for key, value in plan.items() if key != ROLLOUT}
     if set(fields) & set(UNITS):
         return fields
-    return {unit: fields for unit in units if unit in TRAINED} if fields else {}
+    tp = {key: value for key, value in fields.items() if key == "tp"}
+    found = {unit: fields if unit in TRAINED else tp for unit in units}
+    return {unit: of_unit for unit, of_unit in found.items() if of_unit}

@@ -160,6 +160,7 @@ class DeepSpeedUnit:
                     building.args,
                     self.name,
                     STAGES[layout.sharding],
+                    layout.tp,
                     layout.world_size,
                     building.max_steps,
                 )

@@ -162,8 +162,10 @@ def start_actor(group: Any, share: float, placement: Any, bundle: int) -> Any:
     return options.remote(1, 0, "127.0.0.1", 1)
 
 
-def set_size(group: Any, args: Any, unit: str, ranks: int) -> None:
-    """Tell a group, and the trainer's arguments, how many ranks there are."""
+def set_size(group: Any, args: Any, unit: str, ranks: int, tp: int) -> None:
+    """Tell a group, and the trainer's arguments, how many ranks there are, and how many of them
+    have one batch."""
+    group.duplicate_actors = args.ds.tensor_parallel_size = tp
     group._num_nodes, group._num_gpus_per_node = 1, ranks
     of_unit = getattr(args, unit)
     of_unit.num_nodes, of_unit.num_gpus_per_node = 1, ranks
@@ -285,20 +287,22 @@ def empty_twin(worker: Any) -> Any:
     return object.__new__(type(worker))
 
 
-def build_model(twin: Any, args: Any, unit: str, stage: int, ranks: int, max_steps: int) -> None:
+def build_model(
+    twin: Any, args: Any, unit: str, stage: int, tp: int, ranks: int, max_steps: int
+) -> None:
     """Have OpenRLHF build a model in the default world, from its own files: what a checkpoint holds
     is not loaded, nothing is synced with vLLM, and it is awake.
 
     Args:
         twin: as `empty_twin` made it. args: OpenRLHF's. unit: which model. stage: of ZeRO.
-        ranks: of the world. max_steps: of the learning rate's schedule.
+        tp: of AutoTP. ranks: of the world. max_steps: of the learning rate's schedule.
     """
     from openrlhf.utils import get_strategy
 
     args = copy.deepcopy(args)
     args.ckpt.load_enable = False
     sleeps, args.ds.enable_sleep = args.ds.enable_sleep, False
-    args.ds.zero_stage = stage
+    args.ds.zero_stage, args.ds.tensor_parallel_size = stage, tp
     getattr(args, unit).num_nodes, getattr(args, unit).num_gpus_per_node = 1, ranks
     strategy = get_strategy(args)
     path = getattr(args, "actor" if unit == "ref" else unit).model_name_or_path

@@ -209,7 +209,7 @@ class Change:
         ranks.handles = [union[place] for place in order]
         ranks.hosts = [hosts[place] for place in order]
         ranks.group.set_handles(ranks.handles)
-        openrlhf_private.set_size(ranks.group, args, self.name, len(ranks))
+        openrlhf_private.set_size(ranks.group, args, self.name, len(ranks), self.after.tp)
         ranks.seats.give_back(unused(ranks.seats))
 
 
