@@ -20,14 +20,11 @@ STEPS = 3
 LOSSES = ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "return", "reward")
 
 
-def run(folder: Path, *words: str, steps: int = STEPS, critic: bool = True) -> list[dict[str, Any]]:
+def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
     """Run a job; what OpenRLHF's own log says of each step."""
     demo.make_files(folder, steps * demo.PROMPTS)
     # Sampling is greedy, so that runs repeat whatever the order of requests in vLLM.
     given = [*demo.arguments(folder, steps), "--rollout.top_p", "1e-6", *words]
-    if not critic:
-        at = given.index("--critic.model_name_or_path")
-        del given[at : at + 2]
     log = folder / "log.txt"
     assert demo.run(folder, given, log) == 0, "\n".join(log.read_text().splitlines()[-60:])
     return logged(folder)
@@ -93,17 +90,15 @@ def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
     words += " --algo.kl.init_coef 0.01 --algo.advantage.estimator reinforce_baseline"
     words += " --rollout.n_samples_per_prompt 2"
     schedule = {1: {"actor": {"sharding": "zero3"}, "ref": {"sharding": "zero3"}}}
-    moved = run(
-        tmp_path / "moved", *words.split(), *nereus(tmp_path / "moved", schedule), critic=False
-    )
-    (done,) = transitions(tmp_path / "moved")
+    moved = run(tmp_path / "on", *words.split(), *nereus(tmp_path / "on", schedule), steps=2)
+    (done,) = transitions(tmp_path / "on")
     assert done.outcome == "committed"
     assert set(done.units) == {"actor", "ref"}
-    plain = run(tmp_path / "plain", *words.split(), critic=False, steps=1)
+    assert len(moved) == 2
+    plain = run(tmp_path / "off", *words.split(), steps=2)
     names = [name for name in LOSSES if name in plain[0]]
     assert "policy_loss" in names
-    assert {n: moved[0][n] for n in names} == {n: plain[0][n] for n in names}
-    assert len(moved) == STEPS
+    assert {name: moved[0][name] for name in names} == {name: plain[0][name] for name in names}
 
 
 def test_engines_of_vllm_follow(tmp_path: Path) -> None:
