@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ pytest.importorskip("deepspeed", reason="needs the OpenRLHF environment: ./dev e
 
 from nereus_openrlhf import demo
 
+from nereus_plugins.cli import main
+from nereus_plugins.control.client import Client, NoLiveJob
+from nereus_plugins.control.messages import ENDPOINT_FILE
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
 
 pytestmark = pytest.mark.full
@@ -99,6 +104,52 @@ def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
     names = [name for name in LOSSES if name in plain[0]]
     assert "policy_loss" in names
     assert {name: moved[0][name] for name in names} == {name: plain[0][name] for name in names}
+
+
+def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir, plan = tmp_path / "nereus", tmp_path / "plan.yaml"
+    logs: list[list[dict[str, Any]]] = []
+    schedule = {1: {"sharding": "zero3"}}
+
+    def job() -> None:
+        logs.append(run(tmp_path, *nereus(tmp_path, schedule), steps=4))
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    try:
+        while thread.is_alive() and not _answers(run_dir):
+            time.sleep(0.2)
+        assert main(["pause", str(run_dir)]) == 0
+        plan.write_text("{sharding: zero1}")
+        assert main(["transition", str(run_dir), str(plan)]) == 3
+        assert "the job is paused" in capfd.readouterr().err
+        while thread.is_alive() and Client(run_dir).call("status")["job"]["step"] < 1:
+            time.sleep(0.2)
+        assert main(["resume", str(run_dir)]) == 0
+        plan.write_text("{actor: {dp: 3}}")
+        assert main(["transition", str(run_dir), str(plan)]) == 3
+        assert "--rollout.micro_batch_size" in capfd.readouterr().err
+        plan.write_text("{critic: {sharding: zero1, dp: 1}}")
+        assert main(["transition", str(run_dir), str(plan)]) == 0
+        assert "plan 1: committed" in capfd.readouterr().out
+        assert main(["status", str(run_dir)]) == 0
+        assert "live, pid" in capfd.readouterr().out
+    finally:
+        thread.join()
+    (log,) = logs
+    skipped, moved = transitions(tmp_path)
+    assert (skipped.step, skipped.outcome) == (1, "skipped")
+    assert (moved.outcome, set(moved.units)) == ("committed", {"critic"})
+    assert [step["nereus/critic/dp"] for step in log][-1] == 1
+    assert not (run_dir / ENDPOINT_FILE).exists()
+
+
+def _answers(run_dir: Path) -> bool:
+    try:
+        Client(run_dir).call("status")
+    except NoLiveJob:
+        return False
+    return True
 
 
 def test_engines_of_vllm_follow(tmp_path: Path) -> None:
