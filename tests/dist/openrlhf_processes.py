@@ -227,6 +227,8 @@ def build(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     openrlhf_private.build_model(held, args, unit, stage, tp, world, 100)
+    if openrlhf_private.sleeps(held):
+        held.offload_states()
 
 
 def set_fault(held: Any, fault: str) -> None:

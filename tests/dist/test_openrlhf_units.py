@@ -46,9 +46,9 @@ def test_state_is_bit_exact_through_every_pair(
     started.append(model)
     step = 0
     for target in pairs:
-        # Not under AutoTP: after a step what its ranks have in common may differ in the last bit
-        # on CPU (1e-7 of the masters' values, also where nothing was moved meanwhile), and `state`
-        # wants replicas equal.
+        # Not under AutoTP: on CPU a step there was seen to leave tensors that both its ranks have
+        # with fp32 masters that differ in the last bit, in processes that had been through several
+        # layouts, and `state` wants replicas equal.
         if model.layout.tp == 1:
             model.train(1, step)
         step += 1
