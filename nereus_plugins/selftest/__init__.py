@@ -23,6 +23,7 @@ _PACKAGES = {"megatron": "megatron.core", "fsdp2": "torch", "deepspeed": "deepsp
 CPU_RANKS = 4
 LIMIT_S = 1800.0
 KILL_TIMEOUT_S = 10.0
+SNAPSHOTS = "nereus_plugins.selftest.snapshots"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +91,11 @@ def prove(
     for phase in ("move", "commit"):
         yield from run_killed(backend, phase, device=device)
     yield from run("bit_exact", backend, ranks, quick, device=device)
+    yield from run("restored", backend, ranks, quick, device=device, module=SNAPSHOTS)
+    if ranks >= 4:
+        from nereus_plugins.selftest.snapshots import run_restarted
+
+        yield from run_restarted(backend, device=device, limit_s=LIMIT_S)
     if transitions:
         yield from run("soak", backend, ranks, transitions, device=device)
 
@@ -174,8 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nereus selftest",
         description="Prove on this machine that moving training state between parallel layouts is "
-        "bit-exact, that a failed transition leaves the old layout training on, and that repeated "
-        "transitions leak nothing.",
+        "bit-exact, that a failed transition leaves the old layout training on, that snapshots are "
+        "restored into any layout, and that repeated transitions leak nothing.",
     )
     parser.add_argument("--backend", choices=(*BACKENDS, "all"), default="all")
     parser.add_argument(

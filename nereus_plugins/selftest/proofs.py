@@ -66,7 +66,7 @@ class Check:
     detail: str = ""
 
 
-class _Notebook:
+class Notebook:
     """Collects checks. A check counts as passed only where it passed on every rank."""
 
     def __init__(self, bench: Bench, control: Control) -> None:
@@ -173,7 +173,7 @@ def bit_exact(bench: Bench, backend: str, quick: bool, at_least: int = 1) -> lis
 def pairs_bit_exact(bench: Bench, pairs: Sequence[Case]) -> list[dict[str, Any]]:
     """`bit_exact` for the given pairs."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
-    notes = _Notebook(bench, control)
+    notes = Notebook(bench, control)
     driver = _Driver(bench, control)
     never_moved: dict[str, tuple[State, list[float | None]]] = {}
     for case in pairs:
@@ -184,7 +184,7 @@ def pairs_bit_exact(bench: Bench, pairs: Sequence[Case]) -> list[dict[str, Any]]
     return notes.dump()
 
 
-def _plain_runs(case: Case, bench: Bench, notes: _Notebook) -> tuple[State, list[float | None]]:
+def _plain_runs(case: Case, bench: Bench, notes: Notebook) -> tuple[State, list[float | None]]:
     """Two runs that never move; bitwise equal, or nothing below means anything."""
     runs = []
     for _ in range(2):
@@ -201,7 +201,7 @@ def _plain_runs(case: Case, bench: Bench, notes: _Notebook) -> tuple[State, list
 def _one_case(
     case: Case,
     bench: Bench,
-    notes: _Notebook,
+    notes: Notebook,
     driver: _Driver,
     never_moved: tuple[State, list[float | None]],
 ) -> None:
@@ -276,7 +276,7 @@ def failures(bench: Bench, backend: str) -> list[dict[str, Any]]:
     """A rank raises in each phase, of an intact and of a staged transition: everyone aborts, and
     trains on in the old layout alike."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
-    notes = _Notebook(bench, control)
+    notes = Notebook(bench, control)
     driver = _Driver(bench, control)
     case = FAILURE[backend]
     job = make_job(case, case.source, bench, seed=1)
@@ -373,7 +373,7 @@ class _Usage:
 def soak(bench: Bench, backend: str, transitions: int) -> list[dict[str, Any]]:
     """Many transitions in one process: nothing grows, and the state stays bit-exact."""
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
-    notes = _Notebook(bench, control)
+    notes = Notebook(bench, control)
     driver = _Driver(bench, control)
     layouts = [lay for lay in SOAK[backend] if lay.world_size <= bench.world]
     model = {} if backend == "fsdp2" else {"bf16": True}

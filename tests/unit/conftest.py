@@ -21,6 +21,7 @@ NEEDS = {
     "test_nereus_cpu_megatron.py": "torch",
     "test_openrlhf_recipes.py": "deepspeed",
     "test_planner_verl.py": "verl",
+    "test_snapshot_files.py": "torch",
     "test_transport_backend.py": "torch",
     "test_verl_background.py": "torch",
     "test_verl_controller.py": "verl",

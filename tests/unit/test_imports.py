@@ -19,6 +19,7 @@ ORDER = [
     "controller",
     "trace",
     "job",
+    "snapshot",
     "gtg",
     "transport",
 ]

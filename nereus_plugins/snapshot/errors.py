@@ -1,0 +1,19 @@
+"""What can be wrong with a snapshot."""
+
+from __future__ import annotations
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot cannot be taken or used; the message says what to do."""
+
+
+class DamagedSnapshot(SnapshotError):
+    """Files of a snapshot are missing, cut off or changed; the message names the file."""
+
+
+class OtherModel(SnapshotError):
+    """A snapshot is of another model than the units to be filled; names the first tensor."""
+
+
+class PeerLost(SnapshotError):
+    """A rank is gone, or slower than the group's timeout: no snapshot can be completed any more."""
