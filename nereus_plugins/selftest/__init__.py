@@ -107,8 +107,10 @@ def run(
     *args: object,
     device: str,
     module: str = "nereus_plugins.selftest.proofs",
+    limit_s: float = LIMIT_S,
 ) -> list[Check]:
-    """Run a proof of `module` on `ranks` ranks; a rank that fails or hangs is a failed check."""
+    """Run a proof of `module` on `ranks` ranks; a rank that fails, or takes longer than `limit_s`,
+    is a failed check."""
     from nereus_plugins.selftest.proofs import Check
     from nereus_plugins.selftest.ranks import run_on_ranks
 
@@ -120,7 +122,7 @@ def run(
             *args,
             device=device,
             folder=Path(folder),
-            limit_s=LIMIT_S,
+            limit_s=limit_s,
         )
     broken = [e for e in ended if e.error is not None or e.value is None]
     checks = [Check(**c) for c in (ended[0].value or [])]

@@ -370,8 +370,11 @@ class _Usage:
     groups: int
 
 
-def soak(bench: Bench, backend: str, transitions: int) -> list[dict[str, Any]]:
-    """Many transitions in one process: nothing grows, and the state stays bit-exact."""
+def soak(bench: Bench, backend: str, transitions: int, steps: int = 1) -> list[dict[str, Any]]:
+    """Many transitions in one process: nothing grows, and the state stays bit-exact.
+
+    Args: steps: of training before each transition.
+    """
     control = Control(bench.rank, bench.world, timeout_s=bench.timeout_s)
     notes = Notebook(bench, control)
     driver = _Driver(bench, control)
@@ -381,7 +384,7 @@ def soak(bench: Bench, backend: str, transitions: int) -> list[dict[str, Any]]:
     usage: list[_Usage] = []
     wrong: list[str] = []
     for i in range(1, transitions + 1):
-        _train(job, i, 1)
+        _train(job, 1 + (i - 1) * steps, steps)
         watched = i % 10 == 1
         before = whole_state(job.described(), bench.device) if watched else None
         dist.barrier()
@@ -391,7 +394,7 @@ def soak(bench: Bench, backend: str, transitions: int) -> list[dict[str, Any]]:
         usage.append(_measure(time.perf_counter() - start, bench.device))
         if before is not None:
             wrong += differences(before, whole_state(job.described(), bench.device))
-    subject = f"{backend}: {transitions} transitions"
+    subject = f"{backend}: {transitions} transitions, {transitions * steps} steps"
     notes.note("state bit-exact, every tenth", subject, wrong)
     for field, slack, unit in (
         ("groups", 0, ""),

@@ -28,3 +28,10 @@ def test_a_few_transitions(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_fifty_transitions(backend: str) -> None:
     selftest_checks.all_passed(run("soak", backend, 4, 50, device="cpu"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_a_long_run(backend: str) -> None:
+    """A thousand steps, with two hundred transitions between them."""
+    selftest_checks.all_passed(run("soak", backend, 4, 200, 5, device="cpu", limit_s=3600.0))
