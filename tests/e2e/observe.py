@@ -157,7 +157,7 @@ def _interfere(module: ModuleType) -> None:
         if str(step) == os.environ.get(TRAINS_MEANWHILE):
             submit(job._ranks.workers, _train_once)
         if str(step) == os.environ.get(PAUSES_MEANWHILE):
-            job._inbox.pause(job.epoch())
+            job._driver.inbox.pause(job.epoch())
 
     module.VerlJob.begin_window = begin_and_interfere  # type: ignore[attr-defined]
 

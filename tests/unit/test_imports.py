@@ -58,6 +58,8 @@ sys.meta_path.insert(0, Block())
         "nereus_plugins.report.cli",
         "nereus_plugins.cli",
         "nereus_plugins.control.cli",
+        "nereus_plugins.control.driver",
+        "nereus_plugins.control.schedule",
         "nereus_plugins.control.server",
     ],
 )

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nereus_verl import background, preflight, setting, stamp
-from nereus_verl.background import Started, Window
-from nereus_verl.job import TransitionFailed, VerlJob
+from nereus_verl import asked, background, preflight, setting, stamp
+from nereus_verl.answers import Answers
+from nereus_verl.background import Window
+from nereus_verl.job import VerlJob
+from nereus_verl.preparing import Started
 from nereus_verl.ranks import Change, staying
 
+from nereus_plugins.control.attempt import Attempt, TransitionFailed
 from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.control.workers import WorkersFailed
 from nereus_plugins.controller.config import ControllerConfig
@@ -108,7 +111,7 @@ def test_a_job_that_the_controller_cannot_plan_for_runs_without_it(
     nereus = dataclasses.replace(found.nereus, controller=ControllerConfig())
     run = VerlJob(dataclasses.replace(found, nereus=nereus), NoRanks())
     device = {"name": "cpu", "memory_bytes": 1 << 30}
-    monkeypatch.setattr(run, "_call", lambda ranks, *_: [device])
+    monkeypatch.setattr(run._answers, "call", lambda ranks, *_: [device])
 
     def job_setting(*_: Any) -> Any:
         raise SpecError("JobSpec: a model that no table has")
@@ -122,15 +125,15 @@ def test_a_job_that_the_controller_cannot_plan_for_runs_without_it(
 def execute_at_once(run: VerlJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transitions of `run` are committed without workers."""
 
-    def execute(one: Any, changes: dict[str, Layout], ranks: Any) -> None:
-        run._layouts.update(changes)
-        run._epoch = one.epoch
+    def execute(attempt: Attempt, wanted: Any, ranks: Any) -> None:
+        run._layouts.update(wanted.layouts)
+        run._driver.epoch = attempt.epoch
 
     monkeypatch.setattr(run, "_execute", execute)
 
 
 def listening(run: VerlJob, directory: Path) -> Client:
-    run._listen("run")
+    run._driver.listen("run")
     return Client(directory / "run")
 
 
@@ -239,7 +242,7 @@ def test_a_job_that_cannot_listen_trains_on(
 ) -> None:
     run = VerlJob(checked(tmp_path, {}), NoRanks())
     monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(28, "full")))
-    run._listen("run")
+    run._driver.listen("run")
     assert "takes no commands while it runs (nereus.control): " in capsys.readouterr().out
     assert not run.is_due(1)
     run.close()
@@ -277,7 +280,7 @@ def test_knobs_alone_are_a_transition_without_units(
     def no_space(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run._journal, "_append", no_space)
+    monkeypatch.setattr(run._driver.journal, "_append", no_space)
     record = run.at_boundary(3)
     assert record is not None
     assert record.outcome == "aborted"
@@ -301,7 +304,7 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     assert run.rollout() == generate
     (commit,) = Journal(tmp_path / "run" / "journal.jsonl").read()
     assert "rollout" not in commit.plan, "it may still fall back"
-    assert run._scheduled(3)[-1].tp == 1
+    assert asked.scheduled(start, run._in_force(), 3).rollout.tp == 1
 
 
 @pytest.fixture
@@ -319,8 +322,8 @@ def test_ranks_that_are_lost_in_the_window_end_the_job_with_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Window
 ) -> None:
     run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
-    monkeypatch.setattr(run, "_call", lose_rank_1)
-    monkeypatch.setattr("nereus_verl.job.collect", lose_rank_1)
+    monkeypatch.setattr(run._answers, "call", lose_rank_1)
+    monkeypatch.setattr(run._answers, "collect", lose_rank_1)
     words = r"after step \d .*rank 1 died.*there is no checkpoint yet"
     with pytest.raises(TransitionFailed, match=words):
         run.begin_window(2)
@@ -328,7 +331,7 @@ def test_ranks_that_are_lost_in_the_window_end_the_job_with_last_words(
     run._collecting = {"answer of rank 0": 0}
     with pytest.raises(TransitionFailed, match=words):
         run.end_window()
-    run._started = Started(1, {}, window, {"answer of rank 0": 0}, "")
+    run._preparing._started = Started(1, {}, window, {"answer of rank 0": 0}, "")
     with pytest.raises(TransitionFailed, match=words):  # its plan is not due any more
         run.at_boundary(1)
 
@@ -353,10 +356,12 @@ def test_what_failed_in_the_background_is_prepared_once_more(
         asked.append(phase)
         return answers[phase]
 
-    monkeypatch.setattr(run, "_call", call)
-    monkeypatch.setattr("nereus_verl.job.collect", lambda *args, **how: failed)
+    monkeypatch.setattr(run._answers, "call", call)
+    monkeypatch.setattr(run._answers, "collect", lambda *args: failed)
     targets = run.checked.targets[2]
-    run._started = Started(run._next_attempt(), targets, window, {"answer of rank 0": 0}, "")
+    run._preparing._started = Started(
+        run._driver.next_attempt(), targets, window, {"answer of rank 0": 0}, ""
+    )
     record = run.at_boundary(2)
     assert record is not None
     assert record.background == {"exposed": "rank 1 in build: OutOfMemoryError"}
@@ -377,7 +382,7 @@ def test_last_words_are_said_where_records_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run, "_execute", lose_a_worker)
-    monkeypatch.setattr(run._records, "write", no_space)
+    monkeypatch.setattr(run._driver.records, "write", no_space)
     with pytest.raises(TransitionFailed) as failed:
         run.at_boundary(2)
     assert "rank 1 died in 'prepare'" in str(failed.value)
@@ -396,14 +401,14 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
 
     def call(ranks: Any, phase: str, function: Any, *args: Any, **where: Any) -> list[Any]:
         if phase == "commit":
-            monkeypatch.setattr(run._records, "write", no_space)
-            monkeypatch.setattr(run._journal, "_append", no_space)
+            monkeypatch.setattr(run._driver.records, "write", no_space)
+            monkeypatch.setattr(run._driver.journal, "_append", no_space)
         return answers.get(phase, [None])
 
     def no_space(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run, "_call", call)
+    monkeypatch.setattr(run._answers, "call", call)
     record = run.at_boundary(2)
     assert record is not None
     assert record.outcome == "aborted"
@@ -415,14 +420,14 @@ def test_a_full_disk_ends_no_job_that_can_train_on(
 
 
 @pytest.mark.parametrize("phase", ["free_memory", "prepare", "commit", "abort"])
-def test_a_rank_that_was_to_join_may_die_before_the_commit(tmp_path: Path, phase: str) -> None:
-    run = VerlJob(checked(tmp_path, {}), NoRanks())
-    watching = run._watching(phase, Change(NoRanks(), (), 2), 1)
+def test_a_rank_that_was_to_join_may_die_before_the_commit(phase: str) -> None:
+    answers = Answers(1.0)
+    watching = answers.watching(phase, Change(NoRanks(), (), 2), 1)
     answer = watching["without"](1, "the worker process of rank 1 died")
     assert watching["hopeless"](answer) == ""
     aborted = {"phase": phase, "rank": 1, "reason": "no answer", "lost_ranks": [1]}
     assert watching["hopeless"]({"aborted": aborted}) == ""
-    needed = run._watching(phase, None, 1)
+    needed = answers.watching(phase, None, 1)
     assert "rank(s) 1 are dead or hung" in needed["hopeless"]({"aborted": aborted})
     with pytest.raises(WorkersFailed):
         needed["without"](1, "the worker process of rank 1 died")

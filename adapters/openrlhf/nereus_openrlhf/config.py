@@ -20,6 +20,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus_plugins.control.schedule import check_schedule
 from nereus_plugins.spec import FrozenMap, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
@@ -78,7 +79,8 @@ class NereusConfig(Record):
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
             f"nereus.run_dir must be a directory, got {self.run_dir!r}",
         )
-        object.__setattr__(self, "schedule", _check_schedule(self.schedule))
+        schedule = check_schedule(self.schedule, check_plan, "{2: {dp: 1}}")
+        object.__setattr__(self, "schedule", schedule)
 
 
 NAMES = tuple(f.name for f in dataclasses.fields(NereusConfig))
@@ -127,23 +129,6 @@ def _value(name: str, text: str) -> Any:
     if name in ("timeout_s", "claim_timeout_s") and type(value) is int:
         return as_float(value)
     return FrozenMap() if name == "schedule" and value is None else value
-
-
-def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
-    require(
-        isinstance(schedule, Mapping),
-        f"nereus.schedule must map steps to plans, like {{2: {{dp: 1}}}}, got {schedule!r}",
-    )
-    out: dict[int, Mapping[str, Any]] = {}
-    for key, plan in schedule.items():
-        step = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
-        require(
-            isinstance(step, int) and not isinstance(step, bool) and step >= 1,
-            f"nereus.schedule: a step is a whole number from 1, got {key!r}",
-        )
-        require(step not in out, f"nereus.schedule.{step}: this step is given twice")
-        out[step] = check_plan(plan, f"nereus.schedule.{step}")
-    return FrozenMap(sorted(out.items()))
 
 
 def check_plan(plan: Any, where: str) -> Mapping[str, Any]:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-
-from nereus_plugins.spec import Layout
 
 CONNECT_S = 10.0
 # Of a device's memory, what generation may still come to take while a transition is prepared.
@@ -76,18 +74,3 @@ def obstacle(name: str, engine: Any, on_accelerator: bool) -> str:
             "that the rollout holds"
         )
     return ""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A preparation under way, as the driver sees it.
-
-    epoch: that it is an attempt at. changes: unit -> layout. submitted: what to collect
-    (`driver.submit`). obstacle: why nothing was submitted, "" if something was.
-    """
-
-    epoch: int
-    changes: Mapping[str, Layout]
-    window: Window
-    submitted: Mapping[Any, int]
-    obstacle: str

@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus_plugins.control.schedule import check_schedule
 from nereus_plugins.controller.config import MODES, ControllerConfig
 from nereus_plugins.spec import Assignment, FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
@@ -117,7 +118,8 @@ class NereusConfig(Record):
             "nereus.controller.mode: the controller gives the job its plans as commands; set "
             "nereus.control=true, or nereus.controller.mode=off",
         )
-        object.__setattr__(self, "schedule", _check_schedule(self.schedule))
+        schedule = check_schedule(self.schedule, _check_scheduled, "{5: {tp: 2}}")
+        object.__setattr__(self, "schedule", schedule)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str | None = None) -> NereusConfig:
@@ -160,26 +162,13 @@ def _controller(settings: Any) -> ControllerConfig | None:
     return ControllerConfig.from_dict(settings, where=where)
 
 
-def _check_schedule(schedule: Any) -> FrozenMap[int, Mapping[str, Any]]:
+def _check_scheduled(plan: Any, where: str) -> Mapping[str, Any]:
+    """Raises: SpecError naming the setting."""
     require(
-        isinstance(schedule, Mapping),
-        f"nereus.schedule must map steps to plans, like {{5: {{tp: 2}}}}, got {schedule!r}",
+        isinstance(plan, Mapping) and len(plan) > 0,
+        f"{where} must be fields of layout or knobs, or units with such, got {plan!r}",
     )
-    out: dict[int, Mapping[str, Any]] = {}
-    for key, plan in schedule.items():
-        step = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
-        require(
-            isinstance(step, int) and not isinstance(step, bool) and step >= 1,
-            f"nereus.schedule: a step is a whole number from 1, got {key!r}",
-        )
-        where = f"nereus.schedule.{step}"
-        require(step not in out, f"{where}: this step is given twice")
-        require(
-            isinstance(plan, Mapping) and len(plan) > 0,
-            f"{where} must be fields of layout or knobs, or units with such, got {plan!r}",
-        )
-        out[step] = check_plan(plan, where)
-    return FrozenMap(sorted(out.items()))
+    return check_plan(plan, where)
 
 
 def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
