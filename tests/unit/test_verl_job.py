@@ -94,7 +94,7 @@ def test_a_checkpoint_comes_before_its_steps_transition(tmp_path: Path) -> None:
 def test_a_plan_that_no_longer_fits_is_aborted(tmp_path: Path) -> None:
     """It counted on an earlier transition, which was aborted."""
     run = VerlJob(checked(tmp_path, {2: {"actor": {"ulysses": 2}}}), NoRanks())
-    run._layouts["actor"] = Layout(tp=4)
+    run._transitions.layouts["actor"] = Layout(tp=4)
     record = run.at_boundary(2)
     assert record is not None
     assert record.outcome == "aborted"
@@ -126,10 +126,10 @@ def execute_at_once(run: VerlJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transitions of `run` are committed without workers."""
 
     def execute(attempt: Attempt, wanted: Any, ranks: Any) -> None:
-        run._layouts.update(wanted.layouts)
+        run._transitions.layouts.update(wanted.layouts)
         run._driver.epoch = attempt.epoch
 
-    monkeypatch.setattr(run, "_execute", execute)
+    monkeypatch.setattr(run._transitions, "_execute", execute)
 
 
 def listening(run: VerlJob, directory: Path) -> Client:
@@ -226,7 +226,7 @@ def test_a_failure_of_a_submitted_plan_is_told_before_the_job_ends(
     def lose_a_worker(*args: Any) -> None:
         raise WorkersFailed("the worker process of rank 1 died in 'prepare'")
 
-    monkeypatch.setattr(run, "_execute", lose_a_worker)
+    monkeypatch.setattr(run._transitions, "_execute", lose_a_worker)
     client = listening(run, tmp_path)
     client.call("submit", epoch=0, plan={"shard_size": 2})
     with pytest.raises(TransitionFailed):
@@ -294,8 +294,12 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     start = checked(tmp_path, schedule)
     put(start.config, "actor_rollout_ref.rollout.name", "hf_cpu")
     run = VerlJob(start, NoRanks())
-    run._knobs["actor"] = dataclasses.replace(run._knobs["actor"], recompute="full")
-    run._rollout.plan = generate = dataclasses.replace(run._rollout.plan, tp=4)
+    run._transitions.knobs["actor"] = dataclasses.replace(
+        run._transitions.knobs["actor"], recompute="full"
+    )
+    run._transitions.rollout.plan = generate = dataclasses.replace(
+        run._transitions.rollout.plan, tp=4
+    )
     record = run.at_boundary(2)
     assert record is not None
     assert (record.outcome, record.rollout) == ("committed", {})
@@ -304,7 +308,7 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     assert run.rollout() == generate
     (commit,) = Journal(tmp_path / "run" / "journal.jsonl").read()
     assert "rollout" not in commit.plan, "it may still fall back"
-    assert asked.scheduled(start, run._in_force(), 3).rollout.tp == 1
+    assert asked.scheduled(start, now.in_force(), 3).rollout.tp == 1
 
 
 @pytest.fixture
@@ -381,7 +385,7 @@ def test_last_words_are_said_where_records_cannot_be_written(
     def no_space(record: TransitionRecord) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run, "_execute", lose_a_worker)
+    monkeypatch.setattr(run._transitions, "_execute", lose_a_worker)
     monkeypatch.setattr(run._driver.records, "write", no_space)
     with pytest.raises(TransitionFailed) as failed:
         run.at_boundary(2)

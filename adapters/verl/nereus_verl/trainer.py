@@ -24,9 +24,10 @@ from nereus_plugins.spec import Layout
 from nereus_plugins.spec.plan import RECOMPUTE
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
 from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
-from nereus_verl.job import RolloutFailed, VerlJob, setup
+from nereus_verl.job import VerlJob, setup
 from nereus_verl.ranks import Ranks
 from nereus_verl.rollout_backends import backend_of
+from nereus_verl.transitions import RolloutFailed
 
 RECORDED_METRICS = (
     "actor/", "critic/", "training/", "response_length/", "prompt_length/", "nereus/controller_ms",
