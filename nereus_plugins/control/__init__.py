@@ -5,5 +5,6 @@
 
 A command is only written into the inbox; the trainer's driver pulls it at its next iteration
 boundary and stays the one caller of the workers. So a command that is wrong, late or sent twice
-cannot hurt the job. Framework-neutral: an adapter gives `Server` its inbox and pulls from it.
+cannot hurt the job. Framework-neutral: an adapter has a `Driver`, which pulls from the inbox, and
+keeps the job's records, journal and epochs.
 """

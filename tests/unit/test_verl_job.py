@@ -308,7 +308,7 @@ def test_what_a_scheduled_plan_leaves_out_stays_as_it_is_in_force(tmp_path: Path
     assert run.rollout() == generate
     (commit,) = Journal(tmp_path / "run" / "journal.jsonl").read()
     assert "rollout" not in commit.plan, "it may still fall back"
-    assert asked.scheduled(start, now.in_force(), 3).rollout.tp == 1
+    assert asked.scheduled(start, run._transitions.in_force(), 3).rollout.tp == 1
 
 
 @pytest.fixture
@@ -372,6 +372,28 @@ def test_what_failed_in_the_background_is_prepared_once_more(
     assert (record.outcome, record.epoch) == ("aborted" if again else "committed", 2)
     assert asked.count("prepare") == 1
     assert run.layout("actor") == (Layout(dp=4, sharding="fsdp") if again else HSDP)
+
+
+def test_what_was_prepared_for_another_plan_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Window
+) -> None:
+    """By the boundary another one is due, or none."""
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
+    execute_at_once(run, monkeypatch)
+    given_up = []
+    monkeypatch.setattr(run._answers, "call", lambda ranks, phase, *_: given_up.append(phase))
+    monkeypatch.setattr(run._answers, "collect", lambda *args: [{"report": {}}])
+    other = Started(run._driver.next_attempt(), {"actor": HSDP}, window, {"answer": 0}, "")
+    run._preparing._started = other
+    record = run.at_boundary(2)
+    assert record is not None
+    assert record.background == {"exposed": "another plan was prepared"}
+    assert (record.outcome, record.epoch) == ("committed", 2)
+    run._preparing._started = other
+    run._driver.inbox.doing("prepare, in the background", 3)
+    assert run.at_boundary(3) is None
+    assert given_up == ["abort", "abort"]
+    assert run._driver.inbox.status()["doing"] == ""
 
 
 def test_last_words_are_said_where_records_cannot_be_written(
