@@ -30,10 +30,11 @@ class InForce:
 @dataclass(frozen=True)
 class Asked:
     """
-    targets: layouts by unit; others stay. where: what asked for it, for messages.
-    leave: ranks that must leave; others join for them, or follow them out, as the layouts take more
-        or fewer ranks than stay.
-    knobs: by unit; others stay. rollout: after it.
+    Attributes:
+        targets: layouts by unit; others stay. where: what asked for it, for messages.
+        leave: ranks that must leave; others join for them, or follow them out, as the layouts take
+            more or fewer ranks than stay.
+        knobs: by unit; others stay. rollout: after it.
     """
 
     targets: Mapping[str, Layout]

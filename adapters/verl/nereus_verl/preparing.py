@@ -70,8 +70,10 @@ class Preparing:
         self._started = Started(epoch, layouts, window, submitted, obstacle)
         self._driver.inbox.doing("prepare, in the background", step)
 
-    def claim(self, layouts: Mapping[str, Layout], change: Change | None) -> tuple[int | None, str]:
-        """Use what was started, if anything was, for a transition of these units.
+    def use_for(
+        self, layouts: Mapping[str, Layout], change: Change | None
+    ) -> tuple[int | None, str]:
+        """Have what was started, if anything was, serve for a transition of these units.
 
         Args: change: of the set of ranks, None if they stay.
 
@@ -114,7 +116,8 @@ class Preparing:
     ) -> list[dict[str, Any]]:
         """Of the ranks that take part, once all have prepared or given up (`worker.prepare`).
 
-        Args: as of `VerlJob._execute`.
+        Args: layouts: by unit. ranks: that take part. change: of their set, over whose union this
+            runs.
 
         Raises: WorkersFailed; TransitionFailed: only some gave up.
         """

@@ -36,8 +36,13 @@ class RolloutFailed(TransitionFailed):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a transition changes: the set of ranks, or None; layouts of the units that move, and
-    knobs, by unit; the rollout after it."""
+    """What a transition changes of what is in force.
+
+    Attributes:
+        ranks: the change of their set; None: they stay.
+        layouts: by unit that moves. knobs: by unit whose knobs change.
+        rollout: after it.
+    """
 
     ranks: Change | None
     layouts: Mapping[str, Layout]
@@ -114,7 +119,7 @@ class Transitions:
             TransitionFailed: the job must end (RolloutFailed: after a checkpoint).
         """
         wanted = self.wanted(plan)
-        epoch, exposed = self._preparing.claim(wanted.layouts, wanted.ranks)
+        epoch, exposed = self._preparing.use_for(wanted.layouts, wanted.ranks)
         changes = asked.changes(self.in_force(), wanted.layouts, wanted.knobs, wanted.rollout)
         attempt = self._driver.attempt(changes, epoch=epoch, predicted=predicted)
         attempt.exposed(exposed)
