@@ -283,5 +283,5 @@ def test_without_an_engine_the_job_ends(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_wrong_plan_is_refused_by_its_setting(tmp_path: Path) -> None:
     job = started(tmp_path, {})
-    with pytest.raises(SpecError, match="plan"):
-        job._check_submitted({"actor": {"tp": 2}})
+    with pytest.raises(SpecError, match=r"plan\.actor: .*pp"):
+        job._check_submitted({"actor": {"pp": 2}})
