@@ -83,7 +83,7 @@ def saved(bench: Bench, backend: str, root: str) -> str:
     wanted, taken = _train_and_take(job, bench, Path(root))
     if taken.error:
         raise RuntimeError(taken.error)
-    return _digest(wanted)
+    return state_digest(wanted)
 
 
 def loaded(bench: Bench, backend: str, root: str) -> str:
@@ -91,7 +91,7 @@ def loaded(bench: Bench, backend: str, root: str) -> str:
     case = _fitting(backend, bench.world)
     job = make_job(case, case.target, bench, seed=5)
     restore(folder.latest(Path(root)), {UNIT: job.current}, group_of_all())
-    found = _digest(whole_state(job.described(), bench.device))
+    found = state_digest(whole_state(job.described(), bench.device))
     job.train_step(STEPS)
     return found
 
@@ -136,7 +136,8 @@ def _said(end: Ended) -> str:
     return end.error or f"rank {end.rank} ended with {end.exitcode}"
 
 
-def _digest(state: State) -> str:
+def state_digest(state: State) -> str:
+    """64 hexadecimal digits; equal for equal bits and scalars."""
     tensors, scalars = state
     found = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode())
     for name in sorted(tensors):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nereus_plugins.snapshot.errors import DamagedSnapshot, SnapshotError
-from nereus_plugins.snapshot.index import INDEX_NAME, Index, read_index
+from nereus_plugins.snapshot.index import INDEX_NAME, FileRecord, Index, read_index
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 _WRITING = ".writing-"
@@ -38,7 +38,7 @@ def find(folder: Path) -> tuple[list[Snapshot], list[str]]:
     Sizes of files are compared with the index; their content is checked where it is read.
     """
     found, passed_over = [], []
-    for number, path in _numbered(folder):
+    for number, path in numbered(folder):
         try:
             found.append((number, open_snapshot(path)))
         except SnapshotError as error:
@@ -61,20 +61,30 @@ def latest(folder: Path) -> Snapshot:
 
 def open_snapshot(path: Path) -> Snapshot:
     """Raises: DamagedSnapshot: the index or a file is missing, or a file has another size."""
+    snapshot = Snapshot(path, open_index(path))
+    for file in snapshot.index.files:
+        check_size(path, file)
+    return snapshot
+
+
+def check_size(path: Path, file: FileRecord) -> None:
+    """Raises: DamagedSnapshot: the snapshot at `path` lacks a file, or it has another size."""
+    try:
+        size = (path / file.path).stat().st_size
+    except OSError as error:
+        raise DamagedSnapshot(f"{path / file.path}: {error.strerror}") from None
+    if size != file.nbytes:
+        raise DamagedSnapshot(f"{path / file.path}: {size} bytes, not {file.nbytes}")
+
+
+def open_index(path: Path) -> Index:
+    """The index of the snapshot at `path`. Raises: DamagedSnapshot."""
     where = path / INDEX_NAME
     try:
         text = where.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedSnapshot(f"{where}: {error}") from None
-    index = read_index(text, str(where))
-    for file in index.files:
-        try:
-            size = (path / file.path).stat().st_size
-        except OSError as error:
-            raise DamagedSnapshot(f"{path / file.path}: {error.strerror}") from None
-        if size != file.nbytes:
-            raise DamagedSnapshot(f"{path / file.path}: {size} bytes, not {file.nbytes}")
-    return Snapshot(path, index)
+    return read_index(text, str(where))
 
 
 # -- writing, by one process of the job ---------------------------------------------------------
@@ -82,7 +92,7 @@ def open_snapshot(path: Path) -> Snapshot:
 
 def last_number(folder: Path) -> int:
     """The highest number of a snapshot in the folder, complete or not; 0 if there is none."""
-    return max((number for number, _ in _numbered(folder)), default=0)
+    return max((number for number, _ in numbered(folder)), default=0)
 
 
 def begin(folder: Path, number: int, step: int) -> Path:
@@ -100,8 +110,8 @@ def complete(writing: Path, index: Index) -> Path:
 
     Raises: OSError.
     """
-    for unit in {file.unit for file in index.files}:
-        sync(writing / unit)
+    for place in writing.iterdir():
+        sync(place)
     handle = os.open(writing / INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(index.to_json().encode())
@@ -115,21 +125,20 @@ def complete(writing: Path, index: Index) -> Path:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Remove what is older than the newest `count` complete snapshots.
-
-    Raises: OSError.
-    """
+    """Remove what is older than the newest `count` complete snapshots. Raises: OSError."""
     found, _ = find(folder)
-    if len(found) < count:
-        return
-    oldest = found[-count].path
-    for _, path in _numbered(folder):
-        if path == oldest:
-            break
-        # A name of its own first: what is half removed is no snapshot any more.
-        going = path.with_name(f"{_GOING}{path.name}")
-        path.rename(going)
-        shutil.rmtree(going)
+    if len(found) >= count:
+        remove_before(folder, found[-count].index.number)
+
+
+def remove_before(folder: Path, number: int) -> None:
+    """Remove snapshots, complete or not, of lower numbers. Raises: OSError."""
+    for other, path in numbered(folder):
+        if other < number:
+            # A name of its own first: what is half removed is no snapshot any more.
+            going = path.with_name(f"{_GOING}{path.name}")
+            path.rename(going)
+            shutil.rmtree(going)
 
 
 def sync(folder: Path) -> None:
@@ -141,7 +150,8 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """What has the name of a snapshot, complete or not, by number."""
     if not folder.is_dir():
         return []
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir() if p.is_dir()]

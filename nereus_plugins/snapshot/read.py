@@ -45,7 +45,7 @@ def read_unit(snapshot: Snapshot, name: str, target: DescribedUnit) -> int:
     """
     files = [file for file in snapshot.index.files if file.unit == name]
     shapes = {t.name: t.shape for t in snapshot.index.units[name].tensors}
-    open_files = [_File(snapshot.path / f.path, f, shapes) for f in files]
+    open_files = [DataFile(snapshot.path / f.path, f, shapes) for f in files]
     read = 0
     try:
         moves = _plan([file.layout for file in open_files], target)
@@ -119,7 +119,7 @@ def _cut(box: Box, entry: Entry) -> Iterator[Box]:
         yield from _cut(Box(tuple(offset), tuple(shape)), entry)
 
 
-class _File:
+class DataFile:
     """An open data file; blocks are checked as they are read.
 
     Raises: DamagedSnapshot.

@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +30,11 @@ from nereus_plugins.emu.table import ShardTable, TableError, TensorInfo
 from nereus_plugins.emu.tiling import CoverageError
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.scalars import encode
-from nereus_plugins.snapshot import folder
+from nereus_plugins.snapshot import folder, in_memory
 from nereus_plugins.snapshot.agree import tell
+from nereus_plugins.snapshot.buddies import buddies, exchange, node_here
 from nereus_plugins.snapshot.errors import PeerLost, SnapshotError
-from nereus_plugins.snapshot.host_copy import HostCopy
+from nereus_plugins.snapshot.host_copy import HostCopy, HostFile
 from nereus_plugins.snapshot.index import UNIT_NAME, FileRecord, Index, UnitRecord, file_record
 from nereus_plugins.snapshot.parts import parts
 from nereus_plugins.snapshot.write import write_file
@@ -51,17 +52,25 @@ _NOTHING: list[FileRecord] = []
 
 @dataclass(frozen=True)
 class SnapshotOptions:
-    """Where snapshots go.
+    """Where snapshots go: to a folder, into the memory of the nodes, or both.
 
     Attributes:
         folder: on a file system that all ranks share.
         keep: how many complete ones stay there.
+        memory_folder: on a memory file system of each node, such as /dev/shm/<name of the job>;
+            the newest snapshot stays there, each part on two nodes (`buddies`).
+        node: what goes as a whole, where it is not the machine: ranks of one name are not each
+            other's buddies if there are several.
     """
 
-    folder: Path
+    folder: Path | None = None
     keep: int = 2
+    memory_folder: Path | None = None
+    node: str = ""
 
     def __post_init__(self) -> None:
+        if self.folder is None and self.memory_folder is None:
+            raise ValueError("snapshots need a folder, a memory_folder, or both")
         if type(self.keep) is not int or self.keep < 1:
             raise ValueError(f"keep={self.keep!r}: at least one snapshot must be kept")
 
@@ -75,8 +84,9 @@ class Taken:
         nbytes: what this rank copied.
         blocked_s: how long training waited, for the copy and for an earlier snapshot to end.
         background_s: how long the thread took.
-        path: of the complete snapshot on disk; None if it failed.
-        error: why.
+        path: of the complete snapshot on disk; None if it failed, or none was to be there.
+        in_memory: whether it is in the memory of the nodes.
+        error: what failed, and why.
     """
 
     step: int
@@ -84,7 +94,8 @@ class Taken:
     blocked_s: float
     background_s: float
     path: Path | None
-    error: str = ""
+    in_memory: bool
+    error: str
 
 
 @dataclass
@@ -106,6 +117,7 @@ class _Work:
     plan: Mapping[str, Any]
     layouts: Mapping[str, Layout]
     scalars: Mapping[str, str]  # JSON, by unit
+    buddy: Sequence[int | None]
     blocked_s: float
 
 
@@ -152,7 +164,8 @@ class Snapshots:
         tables = {name: unit.table(self._rank) for name, unit in described.items()}
         said = {
             "step": step,
-            "number": folder.last_number(self.options.folder),
+            "number": self._last_number(),
+            "node": self.options.node or node_here(),
             "changed": [name for name, table in tables.items() if not self._knows(name, table)],
         }
         try:
@@ -177,6 +190,7 @@ class Snapshots:
             plan=dict(plan or {}),
             layouts={name: unit.layout() for name, unit in units.items()},
             scalars={name: encode(unit.scalars).decode() for name, unit in described.items()},
+            buddy=buddies([one["node"] for one in heard]),
             blocked_s=time.perf_counter() - begin,
         )
         self._thread = threading.Thread(
@@ -193,12 +207,23 @@ class Snapshots:
         return self.last
 
     def close(self) -> None:
-        """Finish what is under way, and give back memory and the group."""
+        """At the end of a job that needs no snapshot in memory any more: finish what is under way,
+        and give back memory and the group. What is on disk stays."""
         self.wait()
         self._units.clear()
         self._leave()
+        if self.options.memory_folder is not None:
+            in_memory.remove(self.options.memory_folder, self._rank)
 
     # -- at the boundary ----------------------------------------------------------------------
+
+    def _last_number(self) -> int:
+        """The highest number that a snapshot has, as far as this rank can see."""
+        disk, memory = self.options.folder, self.options.memory_folder
+        return max(
+            folder.last_number(disk) if disk is not None else 0,
+            in_memory.last_number(memory) if memory is not None else 0,
+        )
 
     def _knows(self, name: str, table: ShardTable) -> bool:
         return name in self._units and self._units[name].table == table.to_bytes()
@@ -220,41 +245,89 @@ class Snapshots:
     def _run(self, work: _Work) -> None:
         _lower_priority()
         begin = time.perf_counter()
-        path, error = None, ""
-        try:
-            path = self._to_disk(work)
-        except Exception as caught:
-            error = str(caught)
-            logger.error("the snapshot after step %d failed: %s", work.step, error)
+        path, remembered, errors = None, False, []
+        if self.options.memory_folder is not None:
+            try:
+                self._to_memory(work, self.options.memory_folder)
+                remembered = True
+            except Exception as error:
+                errors.append(f"in memory: {error}")
+        if self.options.folder is not None:
+            try:
+                path = self._to_disk(work, self.options.folder)
+            except Exception as error:
+                errors.append(f"on disk: {error}")
         self.last = Taken(
             step=work.step,
             nbytes=sum(unit.copy.nbytes for unit in self._units.values()),
             blocked_s=work.blocked_s,
             background_s=time.perf_counter() - begin,
             path=path,
-            error=error,
+            in_memory=remembered,
+            error="; ".join(errors),
         )
+        if errors:
+            logger.error("the snapshot after step %d failed %s", work.step, self.last.error)
 
-    def _to_disk(self, work: _Work) -> Path:
+    def _to_memory(self, work: _Work, root: Path) -> None:
+        """Raises: SnapshotError: on all ranks alike; the snapshot before is still there."""
+        mine = in_memory.holder(root, self._rank)
+        writing, error = _attempt(lambda: folder.begin(mine, work.number, work.step), mine)
+        try:
+            self._tell(None, error)
+            index = self._written(work, writing)
+            files = [file for unit in self._units.values() for file in unit.copy.files]
+            error = self._exchange(work, files, index, writing)
+            self._tell(None, error)
+            _, error = _attempt(lambda: folder.complete(writing, index), writing)
+            self._tell(None, error)
+        except SnapshotError:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        # All ranks have it: what was before is not needed any more.
+        folder.remove_before(mine, work.number)
+        in_memory.remove_stale(root, work.number)
+
+    def _exchange(self, work: _Work, files: list[HostFile], index: Index, writing: Path) -> str:
+        """What failed on this rank alone. Raises: PeerLost."""
+        try:
+            self._together(lambda group: exchange(group, work.buddy, files, index.files, writing))
+        except PeerLost:
+            raise
+        except (OSError, SnapshotError) as error:
+            return str(error)
+        return ""
+
+    def _to_disk(self, work: _Work, root: Path) -> Path:
         """Raises: SnapshotError: on all ranks alike; nothing is left then."""
-        root = self.options.folder
         made, error = "", ""
         if self._rank == 0:
             made, error = _attempt(lambda: folder.begin(root, work.number, work.step).name, "")
         writing = root / self._tell(made, error)[0]
         try:
-            written, error = _attempt(lambda: self._write(writing), _NOTHING)
-            files = [asdict(file) for file in written]
-            heard = self._tell([files, work.scalars, _now()], error)
-            path = writing
+            index = self._written(work, writing)
+            path, error = writing, ""
             if self._rank == 0:
-                path, error = _attempt(lambda: self._complete(writing, work, heard), writing)
-            name = self._tell(path.name, error)[0]
+                path, error = _attempt(lambda: folder.complete(writing, index), writing)
+            path = root / self._tell(path.name, error)[0]
         except SnapshotError:
             if self._rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
-        return root / name
+        if self._rank == 0:
+            folder.keep_last(root, self.options.keep)
+        return path
+
+    def _written(self, work: _Work, writing: Path) -> Index:
+        """Write this rank's files; the index of all. Collective. Raises: SnapshotError."""
+        written, error = _attempt(lambda: self._write(writing), _NOTHING)
+        files = [asdict(file) for file in written]
+        heard = self._tell([files, work.scalars, _now()], error)
+        # The same on all ranks, so that all fail alike.
+        index, error = _attempt(lambda: self._index(work, heard), None)
+        if index is None:
+            raise SnapshotError(error)
+        return index
 
     def _write(self, writing: Path) -> list[FileRecord]:
         """Raises: SnapshotError, OSError."""
@@ -269,8 +342,11 @@ class Snapshots:
             for file in unit.copy.files
         ]
 
-    def _complete(self, writing: Path, work: _Work, heard: list[Any]) -> Path:
-        """Raises: ScalarMismatch: ranks disagree about a unit. OSError."""
+    def _index(self, work: _Work, heard: list[Any]) -> Index:
+        """Args: heard: of each rank, its files, its scalars, its clock.
+
+        Raises: ScalarMismatch: ranks disagree about a unit. TypeError: the plan is not JSON.
+        """
         units = {
             name: UnitRecord(
                 layout=work.layouts[name],
@@ -289,9 +365,8 @@ class Snapshots:
             units=units,
             files=tuple(file_record(file) for files, _, _ in heard for file in files),
         )
-        path = folder.complete(writing, index)
-        folder.keep_last(self.options.folder, self.options.keep)
-        return path
+        index.to_json()
+        return index
 
     # -- with the other ranks -----------------------------------------------------------------
 
@@ -300,6 +375,7 @@ class Snapshots:
         return self._together(lambda group: tell(group, said, error))
 
     def _together(self, do: Callable[[dist.ProcessGroup], _T]) -> _T:
+        """Raises: what it raises; PeerLost where torch says that a peer is gone."""
         if self._group is None:
             raise PeerLost("a rank was lost before")
         try:

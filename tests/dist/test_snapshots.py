@@ -1,0 +1,216 @@
+"""What can go wrong as a snapshot is taken, on gloo ranks with a small unit: the job trains on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nereus_plugins.emu.boxes import Box
+from nereus_plugins.emu.described.base import DescribedUnit, LocalShard
+from nereus_plugins.snapshot import folder, in_memory, snapshots
+from nereus_plugins.snapshot.errors import DamagedSnapshot, OtherModel, SnapshotError
+from nereus_plugins.snapshot.restore import restore
+from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
+from nereus_plugins.spec import Layout
+
+from .spawn import run_ranks
+
+ROWS, WORLD = 10, 2
+
+
+class Rows:
+    """A unit whose one tensor is cut by rows; also what it has built."""
+
+    name = "rows"
+
+    def __init__(self, rank: int, world: int, value: float, width: int = 4) -> None:
+        self.scalars: dict[str, Any] = {"steps": {"w": value}}
+        self._layout = Layout(dp=world, sharding="fsdp")
+        low, high = ROWS * rank // world, ROWS * (rank + 1) // world
+        self._box = Box((low, 0), (high - low, width))
+        self.data = torch.full((high - low, width), value) + torch.arange(low, high)[:, None]
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def described(self) -> DescribedUnit:
+        width = self._box.shape[1]
+        return DescribedUnit(
+            [LocalShard("weight/w", self._box, (ROWS, width), self.data)], self.scalars
+        )
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        self.scalars = dict(scalars)
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _take(them: Snapshots, step: int, unit: Any) -> Any:
+    assert them.take(step, {"rows": unit}, epoch=7, plan={"actor": 1})
+    return them.wait()
+
+
+def several(rank: int, world: int, place: str) -> None:
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(root / "disk", 2, root / f"memory{rank}"), _group())
+    for step in (1, 2, 3):
+        unit = Rows(rank, world, float(step))
+        assert them.take(step, {"rows": unit}, epoch=7, plan={"actor": 1})
+        unit.data.zero_()  # it trains on at once
+        taken = them.wait()
+        assert taken.path is not None
+        assert taken.in_memory
+        assert not taken.error
+        assert taken.nbytes == ROWS // world * 16
+        dist.barrier()
+    found, passed_over = folder.find(root / "disk")
+    assert [s.index.step for s in found] == [2, 3]
+    assert not passed_over
+    index = found[-1].index
+    assert (index.epoch, index.plan, index.world) == (7, {"actor": 1}, world)
+    assert index.units["rows"].layout == Layout(dp=world, sharding="fsdp")
+    for at in ("disk", "memory"):
+        unit = Rows(rank, world, 0.0)
+        if at == "disk":
+            restore(found[-1], {"rows": unit}, _group())  # type: ignore[dict-item]
+        else:
+            group = _group()
+            held = in_memory.find(root / f"memory{rank}", group)
+            assert held.index.step == 3
+            in_memory.restore(held, {"rows": unit}, group)  # type: ignore[dict-item]
+        assert torch.equal(unit.data, Rows(rank, world, 3.0).data)
+        assert unit.scalars == {"steps": {"w": 3.0}}
+    dist.barrier()
+    them.close()
+    assert not (root / f"memory{rank}").exists()
+    dist.barrier()
+    # A job that is started again counts on.
+    them = Snapshots(SnapshotOptions(root / "disk"), _group())
+    assert _take(them, 1, Rows(rank, world, 1.0)).path.name == "000004-step1"
+    them.close()
+
+
+def test_snapshots_follow_each_other_on_disk_and_in_memory(tmp_path: Path) -> None:
+    run_ranks(several, WORLD, str(tmp_path))
+
+
+def full_disk(rank: int, world: int, place: str) -> None:
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(root / "disk", 1, root / f"memory{rank}"), _group())
+    assert not _take(them, 1, Rows(rank, world, 1.0)).error
+    dist.barrier()
+    write = snapshots.write_file
+    for where in ("disk", "memory"):
+
+        def fails(writing: Path, *rest: Any, where: str = where) -> Any:
+            if rank == 1 and where in str(writing.relative_to(root)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(writing, *rest)
+
+        snapshots.write_file = fails  # type: ignore[assignment]
+        taken = _take(them, 2, Rows(rank, world, 2.0))
+        assert f"{'on disk' if where == 'disk' else 'in memory'}: rank 1" in taken.error
+        assert "No space left" in taken.error
+        assert taken.in_memory == (where == "disk")
+        assert (taken.path is None) == (where == "disk")
+        dist.barrier()
+        found, passed_over = folder.find(root / "disk")
+        assert [s.index.step for s in found] == [1 if where == "disk" else 2]
+        assert not passed_over  # nothing half written is left
+        held = in_memory.find(root / f"memory{rank}", _group())
+        assert held.index.step == 2
+        assert not list((root / f"memory{rank}").glob("*/.writing-*"))
+        dist.barrier()
+    them.close()
+
+
+def test_a_full_disk_costs_the_snapshot_only(tmp_path: Path) -> None:
+    run_ranks(full_disk, WORLD, str(tmp_path))
+
+
+def refused(rank: int, world: int, place: str) -> None:
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(root / "disk"), _group())
+    with pytest.raises(SnapshotError, match=r"different steps: \[0, 1\]"):
+        them.take(rank, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match="cannot name a folder"):
+        them.take(1, {"../rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match="unit rows cannot be copied"):
+        them.take(1, {"rows": Rows(rank, world + 1, 1.0)})  # type: ignore[dict-item]
+    unit = Rows(rank, world, 1.0)
+    unit.scalars = {"steps": {"w": rank}}
+    assert "disagree about steps/w" in _take(them, 1, unit).error
+    dist.barrier()
+    assert folder.find(root / "disk") == ([], [])
+    dist.barrier()
+    _take(them, 1, Rows(rank, world, 1.0))
+    snapshot = folder.latest(root / "disk")
+    wider = Rows(rank, world, 1.0, width=5)
+    with pytest.raises(OtherModel, match=r"weight/w is float32 \[10, 5\] in this job"):
+        restore(snapshot, {"rows": wider}, _group())  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match="it has no unit 'critic'"):
+        restore(snapshot, {"critic": wider}, _group())  # type: ignore[dict-item]
+    dist.barrier()
+    if rank == 1:
+        file = snapshot.path / snapshot.index.files[1].path
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    # Rank 1 alone reads it, both refuse what they have.
+    kind = DamagedSnapshot if rank == 1 else SnapshotError
+    with pytest.raises(kind, match=r"shard-00002.*have changed"):
+        restore(snapshot, {"rows": Rows(rank, world, 0.0)}, _group())  # type: ignore[dict-item]
+    them.close()
+    other = Snapshots(SnapshotOptions(root / f"own{rank}"), _group())
+    assert (
+        "must be on a file system that all ranks share"
+        in _take(other, 1, Rows(rank, world, 1.0)).error
+    )
+    other.close()
+
+
+def test_what_cannot_be_taken_or_restored_is_said_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(refused, WORLD, str(tmp_path))
+
+
+def beside(rank: int, world: int, place: str) -> None:
+    """The trainer's group is used all the time that a snapshot is under way."""
+    them = Snapshots(SnapshotOptions(Path(place)), _group())
+    unit = Rows(rank, world, 1.0, width=200_000)
+    rounds = 0
+    for step in range(3):
+        assert them.take(step, {"rows": unit})  # type: ignore[dict-item]
+        assert them._thread is not None
+        running = torch.tensor([them._thread.is_alive()], dtype=torch.int32)
+        while running.item():
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            assert one.item() == world
+            rounds += 1
+            running.fill_(them._thread.is_alive())
+            dist.all_reduce(running)
+    assert rounds > 3
+    assert not them.wait().error  # type: ignore[union-attr]
+    them.close()
+
+
+def test_the_trainers_group_is_not_held(tmp_path: Path) -> None:
+    run_ranks(beside, WORLD, str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [{}, {"folder": Path("x"), "keep": 0}])
+def test_options_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="snapshot"):
+        SnapshotOptions(**wrong)
