@@ -40,6 +40,12 @@ def confidence_of(saving_s: float, spread_s: float, steps: float, transition_s: 
     return _NORMAL.cdf(margin / spread_s)
 
 
+def quantile(confidence: float) -> float:
+    """Standard deviations that a Gaussian stays above with this probability, as a positive number
+    of them below its mean."""
+    return _NORMAL.inv_cdf(confidence)
+
+
 def worth_of_trying(
     saving_s: float,
     spread_s: float,

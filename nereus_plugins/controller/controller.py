@@ -28,7 +28,7 @@ from nereus_plugins.trace.record import (
 )
 from nereus_plugins.trace.steps import observed_of
 
-from .admission import Verdict, admit, confidence_of, worth_of_trying
+from .admission import Verdict, admit, confidence_of, quantile, worth_of_trying
 from .books import Books
 from .config import ControllerConfig
 from .decision import Alternative, Decision, Numbers
@@ -79,7 +79,8 @@ class _Option:
 
 
 class _Weighed(NamedTuple):
-    """net_s: what it is expected to bring over the horizon, its transition paid."""
+    """net_s: what it brings over the horizon with the stated confidence, its transition paid: of
+    plans that seem equally fast, the one that is known better."""
 
     option: _Option
     verdict: Verdict
@@ -416,7 +417,7 @@ class Controller:
         if not (gone or full):
             if not self.lengths.seen:
                 return decision("stay", "no step was observed yet")
-            dwell = self._dwell_steps()
+            dwell = max(self._dwell_steps(), TRIAL_STEPS if self._on_trial(mean) else 0)
             if self._in_force < dwell and lasting == self._judged_for:
                 return decision("stay", f"in this plan for {self._in_force} steps, of {dwell}")
         if not (gone or full) and not self._due(lasting, mean, steps_done):
@@ -553,9 +554,8 @@ class Controller:
         steps: float,
     ) -> Decision:
         worth = [o for o in options if o.saving_s > 0]
-        tried = self._trial(decision, options, now, steps)
         if not worth:
-            return tried or decision(
+            return self._trial(decision, options, now, steps) or decision(
                 "stay",
                 "no plan that fits is expected to be faster",
                 alternatives=tuple(_slower(o, now, steps) for o in options[:1]),
@@ -567,7 +567,7 @@ class Controller:
         verdicts = [self._judged(option, now, steps) for option in ranked]
         admitted = [one for one in verdicts if one.verdict.admitted]
         if not admitted:
-            return tried or decision(
+            return self._trial(decision, options, now, steps) or decision(
                 "stay",
                 verdicts[0].verdict.reason,
                 alternatives=tuple(
@@ -675,7 +675,8 @@ class Controller:
             verdict = verdict._replace(reason=f"{found}: {verdict.reason}")
         elif verdict.admitted and regret_s + transition_s > budget_s:
             verdict = verdict._replace(reason=f"{_GRANTED}: {verdict.reason}")
-        net_s = option.saving_s * steps - transition_s
+        at_least_s = option.saving_s - quantile(config.confidence) * option.spread_s
+        net_s = at_least_s * steps - transition_s
         return _Weighed(option, verdict, numbers, digest, net_s)
 
     def _budget_s(self, now: Judged) -> float:
@@ -683,6 +684,15 @@ class Controller:
         that a first one is possible."""
         ahead = min(_BUDGET_AHEAD, max(0, self.setting.steps - self._steps))
         return self.config.budget * (self._steps + ahead) * (self._step_s or now.step_s)
+
+    def _on_trial(self, mean: float) -> bool:
+        """Whether the plan in force, though it seemed no faster, is being tried: its first steps
+        alone would be noise."""
+        if not self.proofs:
+            return False
+        last = self.proofs[-1]
+        seemed_no_faster = not last.forced and last.predicted_s <= 0.0
+        return last.open and seemed_no_faster and last.alike(mean)
 
     def _disproved(self, plan: GlobalPlan) -> bool:
         """Whether the plan in force was found slower than this one, which it was entered from."""

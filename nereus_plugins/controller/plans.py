@@ -36,6 +36,9 @@ GRID = math.log(1.03)
 # Lengths that one search of the planner serves.
 SEARCH_GRID = math.log(1.12)
 NO_HURRY = 10**9
+# Next best plans that a search names: what the job may try. Hidden factors of layouts reorder those
+# that the model has within a few percent of each other, and these are about so many.
+ALTERNATIVES = 8
 # Any plan in force keeps the planner to pipeline stages of equal size, the only ones that a
 # transition can reach; nothing is asked to stay near this one.
 ANCHOR = GlobalPlan({S.ACTOR_GENERATE: Assignment(Layout())}, name="anchor")
@@ -174,6 +177,7 @@ class Plans:
                 current=anchor,
                 horizon_steps=NO_HURRY,
                 after=self._latest.get(latest),
+                alternatives=ALTERNATIVES,
             )
         except SpecError:
             return None

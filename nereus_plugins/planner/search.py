@@ -327,9 +327,13 @@ def _coupled_units(capabilities: Changes | None, names: Iterable[str]) -> list[f
 
 
 def _choose_coupled(
-    choices: Mapping[str, list[Candidate]], groups: Sequence[frozenset[str]], capacity_bytes: float
+    choices: Mapping[str, list[Candidate]],
+    groups: Sequence[frozenset[str]],
+    capacity_bytes: float,
+    keep: int,
 ) -> list[tuple[float, tuple[Candidate, ...]]]:
-    """`choose`, every group of units on one layout."""
+    """`choose`, every group of units on one layout; of plans that differ in knobs alone the
+    fastest."""
     common = [
         sorted(set.intersection(*({c.layout for c in choices[name]} for name in group)), key=str)
         for group in groups
@@ -346,7 +350,10 @@ def _choose_coupled(
             ],
             capacity_bytes,
         )
-    return sorted(found, key=lambda f: f[0])[:_FINALISTS]
+    distinct: dict[tuple[Layout, ...], tuple[float, tuple[Candidate, ...]]] = {}
+    for one in sorted(found, key=lambda f: f[0]):
+        distinct.setdefault(tuple(c.layout for c in one[1]), one)
+    return list(distinct.values())[:keep]
 
 
 class _Command(NamedTuple):
@@ -412,6 +419,7 @@ def plan(
     horizon_steps: int = 100,
     transition_s: Callable[[GlobalPlan, GlobalPlan], float] | None = None,
     after: Planned | None = None,
+    alternatives: int = 3,
 ) -> Planned:
     """The fastest plan that fits, of all layouts, knobs and placements considered.
 
@@ -440,6 +448,7 @@ def plan(
         return gpu.memory_bytes * (1.0 - MARGIN) - gpu.context_bytes
 
     rejected = _Rejected()
+    keep = max(_FINALISTS, 1 + alternatives)
     units = units_of(job)
     cache: dict[Key, list[Candidate]] = {}
     question = (
@@ -524,9 +533,9 @@ def plan(
                 inside = [group for group in groups if group <= set(names)]
                 most = capacity(pool_of(pools, place, ", ".join(names)))
                 options.append(
-                    _choose_coupled(choices, inside, most)
+                    _choose_coupled(choices, inside, most, keep)
                     if inside
-                    else choose(list(choices.values()), most, _FINALISTS)
+                    else choose(list(choices.values()), most, keep)
                 )
             if not all(options):
                 continue
@@ -546,7 +555,7 @@ def plan(
     seen: set[tuple[tuple[ModelStage, str, tuple[int, ...]], ...]] = set()
     for _, finalist in finalists:
         shape = tuple((s, str(a.layout), a.devices) for s, a in finalist.assignments.items())
-        if shape not in seen and len(judged) < 3 * _FINALISTS:
+        if shape not in seen and len(judged) < 3 * keep:
             seen.add(shape)
             judge(finalist)
     # Staying is always a choice, if its devices are still there.
@@ -568,7 +577,7 @@ def plan(
     return Planned(
         best[1],
         best[2],
-        tuple((p, e) for _, p, e in judged[1:4]),
+        tuple((p, e) for _, p, e in judged[1 : 1 + alternatives]),
         rejected.listed(),
         gap,
         sum(len(c) for c in cache.values()) + sum(rejected.count.values()),

@@ -8,14 +8,19 @@ real plans, whose seconds come from the table instead of the cost model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.controller import Controller
+from nereus_plugins.controller.controller import _Option as Option
+from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.plans import Plans
+from nereus_plugins.controller.proof import TRIAL_STEPS
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.controller.transition import TransitionEstimate
 from nereus_plugins.cost.estimate import Estimate, StageEstimate
@@ -239,16 +244,36 @@ def test_a_plan_that_the_model_thinks_no_better_is_tried(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gain", [-0.06, -0.02, 0.0])
 def test_a_trial_costs_little(gain: float, seed: int) -> None:
-    """As good as it seemed, or worse: there and back, and perhaps once more in 1,000 steps."""
+    """As good as it seemed, or worse: there and, once it was seen through, back; and perhaps once
+    more in 1,000 steps."""
     found = run(
         [ONE, TWO], gain_of(-0.01), [SHORT] * 1000, transition_s=2.0, factor=hidden_gain(gain),
         seed=seed,
     )  # fmt: skip
     assert len(found.unforced) <= 3
+    assert all(b - a >= TRIAL_STEPS for a, b in itertools.pairwise(found.unforced[:2]))
     assert found.run_s <= 1.01 * min(found.held_s)
     if gain < 0.0:
         assert len(found.unforced) <= 2
         assert found.run_s <= 1.005 * min(found.held_s)
+
+
+def test_of_plans_equally_fast_the_better_known_is_taken() -> None:
+    """The one that is expected to save a little more is the one of which less is known."""
+    third = plan(4, 16)
+    controller = run([ONE, TWO, third], gain_of(0.0), [SHORT] * 10, transition_s=2.0).controller
+    now = controller.plans.judge(ONE, SHORT)
+    known, vague = (
+        Option(one, controller.plans.judge(one, SHORT), 0.5, saving_s, spread_s)
+        for one, saving_s, spread_s in ((TWO, 6.0, 0.5), (third, 6.2, 3.0))
+    )
+
+    def decision(kind: str, reason: str, **more: Any) -> Decision:
+        return Decision(kind, reason, 10, 0, 16, SHORT, **more)
+
+    found = controller._unforced(decision, [vague, known], now, 100.0)
+    assert found.plan == TWO
+    assert [one.plan for one in found.alternatives] == [third]
 
 
 def test_nothing_is_tried_without_a_budget() -> None:

@@ -91,6 +91,24 @@ def test_a_plan_fits_and_beats_its_alternatives() -> None:
     assert found.gap < 0.2
 
 
+def test_as_many_alternatives_are_named_as_asked_for() -> None:
+    """Each with another layout, those of a shorter list among them, and the best plan the same."""
+    job = JobSpec(read_model("llama3-8b"), backend="megatron")
+    few, many = (
+        plan(job, cluster_of("h100", 16), WORK, capabilities=limits_of(job), alternatives=n)
+        for n in (3, 8)
+    )
+    assert (len(few.alternatives), len(many.alternatives)) == (3, 8)
+    assert few.plan == many.plan
+    shapes = [
+        tuple((a.layout, a.devices) for a in one.assignments.values())
+        for one in (many.plan, *(other for other, _ in many.alternatives))
+    ]
+    assert len(set(shapes)) == 9
+    slowest = max(e.iteration_s for _, e in few.alternatives)
+    assert sum(e.iteration_s <= slowest for _, e in many.alternatives if e.fits) >= 3
+
+
 def test_megatron_plans_keep_tensor_parallelism_in_a_node() -> None:
     job = JobSpec(read_model("llama3-8b"), backend="megatron")
     found = plan(job, cluster_of("h100", 16), WORK)
