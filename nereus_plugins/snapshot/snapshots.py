@@ -36,6 +36,7 @@ from nereus_plugins.snapshot.buddies import buddies, exchange, node_here
 from nereus_plugins.snapshot.errors import PeerLost, SnapshotError
 from nereus_plugins.snapshot.host_copy import HostCopy, HostFile
 from nereus_plugins.snapshot.index import UNIT_NAME, FileRecord, Index, UnitRecord, file_record
+from nereus_plugins.snapshot.interval import StepTimes, steps_between
 from nereus_plugins.snapshot.parts import parts
 from nereus_plugins.snapshot.write import write_file
 from nereus_plugins.spec import Layout
@@ -61,18 +62,35 @@ class SnapshotOptions:
             the newest snapshot stays there, each part on two nodes (`buddies`).
         node: what goes as a whole, where it is not the machine: ranks of one name are not each
             other's buddies if there are several.
+        every_steps: a snapshot after every so many steps (`Snapshots.after_step`).
+        between_failures_s: instead, the mean time between failures of the whole job, from which
+            and from what snapshots cost the interval follows (`interval`).
     """
 
     folder: Path | None = None
     keep: int = 2
     memory_folder: Path | None = None
     node: str = ""
+    every_steps: int | None = None
+    between_failures_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.folder is None and self.memory_folder is None:
             raise ValueError("snapshots need a folder, a memory_folder, or both")
         if type(self.keep) is not int or self.keep < 1:
             raise ValueError(f"keep={self.keep!r}: at least one snapshot must be kept")
+        if self.every_steps is not None and self.between_failures_s is not None:
+            raise ValueError("every_steps and between_failures_s: give one of them for snapshots")
+        if self.every_steps is not None and (
+            type(self.every_steps) is not int or self.every_steps < 1
+        ):
+            raise ValueError(f"every_steps={self.every_steps!r}: at least 1 between snapshots")
+        if self.between_failures_s is not None and not (
+            0.0 < self.between_failures_s < float("inf")
+        ):
+            raise ValueError(
+                f"between_failures_s={self.between_failures_s!r}: snapshots need a time above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,6 +145,10 @@ class Snapshots:
     Args:
         group: all ranks of the job, gloo, used for nothing else; taken over. Its timeout is how
             long ranks wait for each other, so longer than the slowest rank takes to write.
+
+    Attributes:
+        last: what became of the last snapshot that ended.
+        next_step: with `between_failures_s`, the step after which the next one is due.
     """
 
     def __init__(self, options: SnapshotOptions, group: dist.ProcessGroup) -> None:
@@ -137,6 +159,37 @@ class Snapshots:
         self._world = dist.get_world_size(group)
         self._units: dict[str, _UnitCopy] = {}
         self._thread: threading.Thread | None = None
+        self._times = StepTimes()
+        self._stepped_s: float | None = None  # when training went on the last time
+        self._busy = False  # a snapshot was under way then
+        self.next_step = 0  # after which one is due
+
+    def after_step(
+        self,
+        step: int,
+        units: Mapping[str, ElasticUnit],
+        *,
+        epoch: int = 0,
+        plan: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """To be called after every step, on all ranks: takes a snapshot when one is due by the
+        options. The first is due after the first step of which the time is known.
+
+        Args, Returns, Raises: as `take`.
+        """
+        now = time.perf_counter()
+        if self._stepped_s is not None:
+            self._times.add(now - self._stepped_s, beside=self._busy)
+        # The same on all ranks: all have been called as often.
+        ready = self._stepped_s is not None or self.options.every_steps is not None
+        if self.options.every_steps is not None:
+            due = step % self.options.every_steps == 0
+        else:
+            due = self.options.between_failures_s is not None and step >= self.next_step
+        begun = due and ready and self.take(step, units, epoch=epoch, plan=plan)
+        self._stepped_s = time.perf_counter()
+        self._busy = self._thread is not None and self._thread.is_alive()
+        return begun
 
     def take(
         self,
@@ -193,6 +246,9 @@ class Snapshots:
             buddy=buddies([one["node"] for one in heard]),
             blocked_s=time.perf_counter() - begin,
         )
+        self._times.begin()
+        if self.options.between_failures_s is not None and not self._agree_next(work):
+            return False
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="nereus-snapshot", daemon=True
         )
@@ -216,6 +272,23 @@ class Snapshots:
             in_memory.remove(self.options.memory_folder, self._rank)
 
     # -- at the boundary ----------------------------------------------------------------------
+
+    def _agree_next(self, work: _Work) -> bool:
+        """Set the step after which the next snapshot is due, from the slowest rank's times; False
+        where a peer is lost. Collective."""
+        assert self.options.between_failures_s is not None
+        last_s = self.last.background_s if self.last is not None else 0.0
+        mine = [work.blocked_s + self._times.slowed_s, self._times.usual_s or 0.0, last_s]
+        try:
+            heard = self._tell(mine)
+        except PeerLost as lost:
+            logger.error("no snapshot after step %d, nor any later: %s", work.step, lost)
+            return False
+        cost_s, step_s, background_s = (max(times) for times in zip(*heard, strict=True))
+        if step_s > 0.0:
+            between = steps_between(cost_s, self.options.between_failures_s, step_s, background_s)
+            self.next_step = work.step + between
+        return True
 
     def _last_number(self) -> int:
         """The highest number that a snapshot has, as far as this rank can see."""

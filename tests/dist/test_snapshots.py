@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,46 @@ def test_the_trainers_group_is_not_held(tmp_path: Path) -> None:
     run_ranks(beside, WORLD, str(tmp_path))
 
 
-@pytest.mark.parametrize("wrong", [{}, {"folder": Path("x"), "keep": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"folder": Path("x"), "keep": 0},
+        {"folder": Path("x"), "every_steps": 0},
+        {"folder": Path("x"), "between_failures_s": 0.0},
+        {"folder": Path("x"), "between_failures_s": 1.0, "every_steps": 1},
+    ],
+)
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="snapshot"):
         SnapshotOptions(**wrong)
+
+
+def paced(rank: int, world: int, place: str) -> list[list[int]]:
+    """Steps after which snapshots were begun, at a fixed interval and at one that follows."""
+    out = []
+    for options in (
+        SnapshotOptions(Path(place) / "fixed", every_steps=4),
+        SnapshotOptions(Path(place) / "follows", between_failures_s=50.0),
+    ):
+        them = Snapshots(options, _group())
+        unit = Rows(rank, world, 1.0)
+        begun = []
+        for step in range(1, 13):
+            time.sleep(0.01 * (1 + rank))
+            if them.after_step(step, {"rows": unit}):  # type: ignore[dict-item]
+                begun.append(step)
+                if options.between_failures_s is not None:
+                    assert them.next_step > step
+        assert not them.wait().error  # type: ignore[union-attr]
+        out.append([*begun, them.next_step])
+        them.close()
+    return out
+
+
+def test_snapshots_are_taken_when_due_on_all_ranks_alike(tmp_path: Path) -> None:
+    first, second = run_ranks(paced, WORLD, str(tmp_path))
+    assert first == second
+    assert first[0] == [4, 8, 12, 0]
+    assert first[1][0] == 2  # the first step of which the time is known
+    assert first[1] == sorted(set(first[1]))
