@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -470,27 +471,39 @@ def until(true: Callable[[], Any], within_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_process_that_dies_is_started_again_and_not_for_ever(
-    job: Job, setting: JobSetting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(beside, "BACK_OFF_S", 0.01)
-    monkeypatch.setattr(beside, "RESTARTS", 2)
+@contextmanager
+def started(job: Job, setting: JobSetting) -> Iterator[tuple[Beside, list[str]]]:
+    """The process beside a job, and what it said on the job's console."""
     Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
     said: list[str] = []
     one = Beside(job.run_dir, said.append)
     one.start()
     try:
-        for attempt in range(3):
-            until(lambda attempt=attempt: one.running and one.restarts == attempt)  # type: ignore[misc]
-            assert one._process is not None
-            os.kill(one._process.pid, signal.SIGKILL)
-            until(lambda attempt=attempt: len(said) > attempt)  # type: ignore[misc]
+        yield one, said
+    finally:
+        one.close()
+
+
+def kill(one: Beside, restarts: int) -> None:
+    """Once it runs and was started again so often."""
+    until(lambda: one.running and one.restarts == restarts)
+    assert one._process is not None
+    os.kill(one._process.pid, signal.SIGKILL)
+
+
+def test_a_process_that_dies_is_started_again_and_not_for_ever(
+    job: Job, setting: JobSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(beside, "RESTARTS", 2)
+    with started(job, setting) as (one, said):
+        for restarts in range(3):
+            kill(one, restarts)
+            until(lambda restarts=restarts: len(said) > restarts)  # type: ignore[misc]
         assert "started again" in said[0]
         assert "trains on without it" in said[-1]
         until(lambda: not one._thread.is_alive())
         assert not one.running
-    finally:
-        one.close()
 
 
 def test_a_controller_that_ran_well_may_die_any_number_of_times(
@@ -499,19 +512,11 @@ def test_a_controller_that_ran_well_may_die_any_number_of_times(
     monkeypatch.setattr(beside, "BACK_OFF_S", 0.01)
     monkeypatch.setattr(beside, "RESTARTS", 1)
     monkeypatch.setattr(beside, "RAN_WELL_S", 0.0)
-    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
-    said: list[str] = []
-    one = Beside(job.run_dir, said.append)
-    one.start()
-    try:
-        for attempt in range(4):
-            until(lambda attempt=attempt: one.running and one.restarts == attempt)  # type: ignore[misc]
-            assert one._process is not None
-            os.kill(one._process.pid, signal.SIGKILL)
+    with started(job, setting) as (one, said):
+        for restarts in range(4):
+            kill(one, restarts)
         until(lambda: one.running and one.restarts == 4)
         assert all("(1 of 1)" in line for line in said)
-    finally:
-        one.close()
 
 
 def test_a_second_controller_waits_for_the_first(
@@ -539,16 +544,10 @@ def _hold(run_dir: Path, parent: int, got: list[bool]) -> None:
 
 
 def test_the_process_follows_the_job_and_ends_with_it(job: Job, setting: JobSetting) -> None:
-    Launch(setting, ControllerConfig(), job.plan, 0).write(job.run_dir)
-    said: list[str] = []
-    one = Beside(job.run_dir, said.append)
-    one.start()
-    try:
+    with started(job, setting) as (one, said):
         job.step(1)
         until(lambda: (job.run_dir / "decisions.jsonl").exists() and decisions(job))
         assert decisions(job)[0]["step"] == 1
-    finally:
-        one.close()
     assert not one.running
     assert not said
 

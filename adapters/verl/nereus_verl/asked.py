@@ -57,13 +57,7 @@ def scheduled(checked: Preflight, now: InForce, step: int) -> Asked:
     unit_knobs = knobs.plan_knobs(
         plan, config=checked.config, units=checked.units, current=now.knobs, where=where
     )
-    rollout = plan_rollout(
-        plan,
-        config=checked.config,
-        current=now.rollout,
-        world=_world(now, targets),
-        where=where,
-    )
+    rollout = _rollout(checked, now, plan, targets, where)
     return Asked(targets, where, checked.leave[step], unit_knobs, rollout)
 
 
@@ -79,13 +73,7 @@ def submitted(checked: Preflight, now: InForce, plan: Mapping[str, object]) -> A
     targets, leave, unit_knobs = plan_targets(
         checked.config, checked.models, plan, now.layouts, now.knobs, SUBMITTED
     )
-    rollout = plan_rollout(
-        plan,
-        config=checked.config,
-        current=now.rollout,
-        world=_world(now, targets),
-        where=SUBMITTED,
-    )
+    rollout = _rollout(checked, now, plan, targets, SUBMITTED)
     return Asked(targets, SUBMITTED, leave, unit_knobs, rollout)
 
 
@@ -126,6 +114,23 @@ def changes(
         {name: (now.layouts[name], layout) for name, layout in targets.items()},
         {n: {"from": old.to_dict(), "to": new.to_dict()} for n, (old, new) in switched.items()},
         others,
+    )
+
+
+def _rollout(
+    checked: Preflight,
+    now: InForce,
+    plan: Mapping[str, object],
+    targets: Mapping[str, Layout],
+    where: str,
+) -> RolloutPlan:
+    """Of a plan as it is written. Raises: SpecError."""
+    return plan_rollout(
+        plan,
+        config=checked.config,
+        current=now.rollout,
+        world=_world(now, targets),
+        where=where,
     )
 
 
