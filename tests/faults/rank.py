@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import os
-import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,17 @@ from nereus_plugins.gtg.execute import (
     TransitionUnrecoverable,
 )
 from nereus_plugins.gtg.faults import ENVIRONMENT_VARIABLE
-from nereus_plugins.selftest import oracle
 from nereus_plugins.selftest.cases import Case
 from nereus_plugins.selftest.compare import whole_state
 from nereus_plugins.selftest.proofs import STAGING_BYTES, UNIT, make_job, staging_budget
 from nereus_plugins.selftest.ranks import Bench, end_now, end_with_parent, prepare_process
+from nereus_plugins.selftest.snapshots import group_of_all
+from nereus_plugins.snapshot import folder
+from nereus_plugins.snapshot.restore import restore
+from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
 from tests.faults.scenario import STEP_TIMEOUT_S, TIMEOUT_S
-
-_SAVE = {"fsdp2": oracle.save_fsdp2, "megatron": oracle.save_megatron}
-_LOAD = {"fsdp2": oracle.load_fsdp2, "megatron": oracle.load_megatron}
 
 
 def main(rank: int, world: int, port: int, pipe: Connection, case: Case, layout: Layout) -> None:
@@ -135,15 +134,18 @@ class _Rank:
             found.update(tensors[name].numpy().tobytes())
         return found.hexdigest()
 
-    def save(self, folder: str) -> None:
-        """A snapshot in the framework's own format; collective."""
-        if self._bench.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            Path(folder).mkdir(parents=True)
-        dist.barrier()
-        _SAVE[self._case.backend](self._job, Path(folder))
-        dist.barrier()
+    def save(self, place: str, step: int) -> None:
+        """A snapshot on disk; collective."""
+        snapshots = Snapshots(SnapshotOptions(Path(place)), group_of_all())
+        assert snapshots.take(step, {UNIT: self._job})
+        taken = snapshots.wait()
+        snapshots.close()
+        assert taken is not None
+        assert not taken.error, taken.error
 
-    def load(self, folder: str) -> None:
-        _LOAD[self._case.backend](self._job, Path(folder))
-        dist.barrier()
+    def load(self, place: str) -> int:
+        """Restore the last snapshot; the step after which it was taken. Collective."""
+        snapshot, group = folder.latest(Path(place)), group_of_all()
+        restore(snapshot, {UNIT: self._job.current}, group)
+        dist.destroy_process_group(group)
+        return snapshot.index.step

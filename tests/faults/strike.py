@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nereus_plugins.selftest.cases import Case
 from nereus_plugins.spec import Layout
@@ -100,7 +101,7 @@ def _struck(it: Scenario, known: Plain, folder: Path) -> Outcome:
             ranks.all("train", step)
             done = step + 1
             if done == SNAPSHOT_AFTER:
-                ranks.all("save", str(snapshot))
+                ranks.all("save", str(snapshot), SNAPSHOT_AFTER)
         if it.staged:
             ranks.all("limit", case.target.to_dict())
         try:
@@ -175,11 +176,9 @@ def _start_again(
     """All ranks anew, in the layout that the journal says, from the snapshot."""
     layout = driver.layout_in_force(it.case.source)
     assert layout in (it.case.source, it.case.target)
-    if not it.case.checkpoint:
-        layout = it.case.source  # the framework cannot load it in the other
     ranks = Ranks(it.case, layout, LIMIT_S, GRACE_S)
     try:
-        ranks.all("load", str(snapshot))
+        assert _one(ranks.all("load", str(snapshot))) == SNAPSHOT_AFTER
         assert _one(ranks.all("digest")) == known.digests[SNAPSHOT_AFTER]
         ranks.all("train", SNAPSHOT_AFTER)
         recovery_s = time.perf_counter() - begin
@@ -195,7 +194,7 @@ def _layouts(ranks: Ranks) -> list[Layout]:
     return [Layout.from_dict(one) for one in ranks.all("layout")]
 
 
-def _one(values: list[str]) -> str:
+def _one(values: list[Any]) -> Any:
     """What all ranks say. Raises: AssertionError where they differ."""
     (value,) = set(values)
     return value

@@ -40,6 +40,7 @@ def test_every_refusal_of_openrlhf_is_on_its_page() -> None:
         "docs/control.md",
         "docs/controller.md",
         "docs/openrlhf.md",
+        "docs/snapshots.md",
         "docs/verl-controller.md",
         "docs/traces.md",
         "docs/simulator.md",
