@@ -58,10 +58,6 @@ class HostCopy:
                 )
             )
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.layout.data_bytes for file in self.files)
-
     def fill(self, unit: DescribedUnit) -> None:
         """Copy the part; returns when it is in host memory, so that training may go on.
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from nereus_plugins.snapshot.errors import PeerLost, SnapshotError
 from nereus_plugins.snapshot.host_copy import HostCopy, HostFile
 from nereus_plugins.snapshot.index import UNIT_NAME, FileRecord, Index, UnitRecord, file_record
 from nereus_plugins.snapshot.interval import StepTimes, steps_between
-from nereus_plugins.snapshot.parts import parts
+from nereus_plugins.snapshot.parts import PartBox, parts
 from nereus_plugins.snapshot.write import write_file
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.metadata import gather_tables
@@ -122,7 +122,19 @@ class _UnitCopy:
 
     table: bytes
     tensors: tuple[TensorInfo, ...]
-    copy: HostCopy
+    boxes: list[PartBox]
+    copy: HostCopy | None = None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The units as they are at a boundary, on this rank; all by name."""
+
+    described: Mapping[str, DescribedUnit]
+    tables: Mapping[str, ShardTable]
+    layouts: Mapping[str, Layout]
+    scalars: Mapping[str, str]  # JSON
+    changed: list[str]  # those that were others, or cut otherwise, at the last snapshot
 
 
 @dataclass(frozen=True)
@@ -206,48 +218,17 @@ class Snapshots:
 
         Returns: whether it was begun; not where an earlier one lost a peer (`last.error`).
 
-        Raises: SnapshotError: on all ranks alike: they are at different steps, or a unit cannot be
-            described or is held by no rank in part.
+        Raises: SnapshotError: on all ranks alike: they are at different steps, a unit cannot be
+            described or is held by no rank in part, or there is no memory for the copy.
         """
         begin = time.perf_counter()
         self.wait()
         if self._group is None:
             return False
-        described, error = _described(units)
-        tables = {name: unit.table(self._rank) for name, unit in described.items()}
-        said = {
-            "step": step,
-            "number": self._last_number(),
-            "node": self.options.node or node_here(),
-            "changed": [name for name, table in tables.items() if not self._knows(name, table)],
-        }
         try:
-            heard = self._tell(said, error)
-            if any(one["step"] != step for one in heard):
-                steps = [one["step"] for one in heard]
-                raise SnapshotError(f"ranks are at different steps: {steps}")
-            for name in described:
-                if any(name in one["changed"] for one in heard):
-                    self._lay_out(name, tables[name], described[name])
+            work = self._agree(step, epoch, dict(plan or {}), units, begin)
         except PeerLost as lost:
             logger.error("no snapshot after step %d, nor any later: %s", step, lost)
-            return False
-        for gone in self._units.keys() - described.keys():
-            del self._units[gone]
-        for name, unit in described.items():
-            self._units[name].copy.fill(unit)
-        work = _Work(
-            number=1 + max(one["number"] for one in heard),
-            step=step,
-            epoch=epoch,
-            plan=dict(plan or {}),
-            layouts={name: unit.layout() for name, unit in units.items()},
-            scalars={name: encode(unit.scalars).decode() for name, unit in described.items()},
-            buddy=buddies([one["node"] for one in heard]),
-            blocked_s=time.perf_counter() - begin,
-        )
-        self._times.begin()
-        if self.options.between_failures_s is not None and not self._agree_next(work):
             return False
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="nereus-snapshot", daemon=True
@@ -273,22 +254,77 @@ class Snapshots:
 
     # -- at the boundary ----------------------------------------------------------------------
 
-    def _agree_next(self, work: _Work) -> bool:
-        """Set the step after which the next snapshot is due, from the slowest rank's times; False
-        where a peer is lost. Collective."""
-        assert self.options.between_failures_s is not None
+    def _agree(
+        self,
+        step: int,
+        epoch: int,
+        plan: Mapping[str, Any],
+        units: Mapping[str, ElasticUnit],
+        begin_s: float,
+    ) -> _Work:
+        """Copy this rank's part, where all ranks can. Collective.
+
+        Raises: SnapshotError: on all ranks alike. PeerLost: perhaps not on all.
+        """
+        seen, error = _attempt(lambda: self._see(units), None)
+        said = {
+            "step": step,
+            "units": sorted(units),
+            "number": self._last_number(),
+            "node": self.options.node or node_here(),
+            "changed": [] if seen is None else seen.changed,
+        }
+        heard = self._tell(said, error)
+        assert seen is not None
+        for key in ("step", "units"):
+            if any(one[key] != said[key] for one in heard):
+                raise SnapshotError(f"ranks are at different {key}s: {[o[key] for o in heard]}")
+        for name in units:
+            if any(name in one["changed"] for one in heard):
+                self._lay_out(name, seen.tables[name])
+        for gone in self._units.keys() - units.keys():
+            del self._units[gone]
+        _, error = _attempt(lambda: self._copy(seen.described), None)
+        self._times.begin()
+        blocked_s = time.perf_counter() - begin_s
         last_s = self.last.background_s if self.last is not None else 0.0
-        mine = [work.blocked_s + self._times.slowed_s, self._times.usual_s or 0.0, last_s]
-        try:
-            heard = self._tell(mine)
-        except PeerLost as lost:
-            logger.error("no snapshot after step %d, nor any later: %s", work.step, lost)
-            return False
-        cost_s, step_s, background_s = (max(times) for times in zip(*heard, strict=True))
-        if step_s > 0.0:
-            between = steps_between(cost_s, self.options.between_failures_s, step_s, background_s)
-            self.next_step = work.step + between
-        return True
+        costs = [blocked_s + self._times.slowed_s, self._times.usual_s or 0.0, last_s]
+        self._set_next(step, self._tell(costs, error))
+        return _Work(
+            number=1 + max(one["number"] for one in heard),
+            step=step,
+            epoch=epoch,
+            plan=plan,
+            layouts=seen.layouts,
+            scalars=seen.scalars,
+            buddy=buddies([one["node"] for one in heard]),
+            blocked_s=time.perf_counter() - begin_s,
+        )
+
+    def _see(self, units: Mapping[str, ElasticUnit]) -> _Seen:
+        """Raises: what keeps a unit from being described."""
+        for name in units:
+            if not UNIT_NAME.fullmatch(name):
+                raise SnapshotError(f"unit name {name!r} cannot name a folder")
+        described = {name: unit.described() for name, unit in units.items()}
+        tables = {name: unit.table(self._rank) for name, unit in described.items()}
+        return _Seen(
+            described=described,
+            tables=tables,
+            layouts={name: unit.layout() for name, unit in units.items()},
+            scalars={name: encode(unit.scalars).decode() for name, unit in described.items()},
+            changed=[name for name, table in tables.items() if not self._knows(name, table)],
+        )
+
+    def _set_next(self, step: int, heard: list[Any]) -> None:
+        """Set the step after which the next snapshot is due, from the slowest rank's times.
+
+        Args: heard: of each rank, seconds that a snapshot costs, of a step, of the last writing.
+        """
+        between_failures_s = self.options.between_failures_s
+        cost_s, step_s, last_s = (max(times) for times in zip(*heard, strict=True))
+        if between_failures_s is not None and step_s > 0.0:
+            self.next_step = step + steps_between(cost_s, between_failures_s, step_s, last_s)
 
     def _last_number(self) -> int:
         """The highest number that a snapshot has, as far as this rank can see."""
@@ -301,17 +337,31 @@ class Snapshots:
     def _knows(self, name: str, table: ShardTable) -> bool:
         return name in self._units and self._units[name].table == table.to_bytes()
 
-    def _lay_out(self, name: str, table: ShardTable, unit: DescribedUnit) -> None:
-        """Decide who copies what, and allocate for it. Collective. Raises: SnapshotError."""
+    def _lay_out(self, name: str, table: ShardTable) -> None:
+        """Decide who copies what. Collective. Raises: SnapshotError: on all ranks alike."""
         self._units.pop(name, None)  # its memory first
         try:
             whole = self._together(lambda group: gather_tables(table, group))
             mine = parts(whole).get(self._rank, [])
         except (CoverageError, TableError) as error:
             raise SnapshotError(f"unit {name} cannot be copied: {error}") from None
-        pinned = any(shard.view.is_cuda for shard in unit.shards)
-        copy = HostCopy(self._rank, mine, pinned=pinned)
-        self._units[name] = _UnitCopy(table.to_bytes(), whole.tensors, copy)
+        self._units[name] = _UnitCopy(table.to_bytes(), whole.tensors, mine)
+
+    def _copy(self, described: Mapping[str, DescribedUnit]) -> None:
+        """Raises: RuntimeError (torch's): no memory for it."""
+        for name, unit in described.items():
+            one = self._units[name]
+            if one.copy is None:
+                pinned = any(shard.view.is_cuda for shard in unit.shards)
+                one.copy = HostCopy(self._rank, one.boxes, pinned=pinned)
+            one.copy.fill(unit)
+
+    def _copied(self) -> Iterator[tuple[str, HostFile]]:
+        """This rank's files, with the units whose they are."""
+        for name, unit in self._units.items():
+            assert unit.copy is not None
+            for file in unit.copy.files:
+                yield name, file
 
     # -- in the thread ------------------------------------------------------------------------
 
@@ -332,7 +382,7 @@ class Snapshots:
                 errors.append(f"on disk: {error}")
         self.last = Taken(
             step=work.step,
-            nbytes=sum(unit.copy.nbytes for unit in self._units.values()),
+            nbytes=sum(file.layout.data_bytes for _, file in self._copied()),
             blocked_s=work.blocked_s,
             background_s=time.perf_counter() - begin,
             path=path,
@@ -349,7 +399,7 @@ class Snapshots:
         try:
             self._tell(None, error)
             index = self._written(work, writing)
-            files = [file for unit in self._units.values() for file in unit.copy.files]
+            files = [file for _, file in self._copied()]
             error = self._exchange(work, files, index, writing)
             self._tell(None, error)
             _, error = _attempt(lambda: folder.complete(writing, index), writing)
@@ -409,11 +459,7 @@ class Snapshots:
                 f"{writing.parent} is not the same folder as on rank 0: it must be on a file "
                 "system that all ranks share"
             )
-        return [
-            write_file(writing, name, self._rank, file)
-            for name, unit in self._units.items()
-            for file in unit.copy.files
-        ]
+        return [write_file(writing, name, self._rank, file) for name, file in self._copied()]
 
     def _index(self, work: _Work, heard: list[Any]) -> Index:
         """Args: heard: of each rank, its files, its scalars, its clock.
@@ -465,14 +511,6 @@ class Snapshots:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-
-def _described(units: Mapping[str, ElasticUnit]) -> tuple[dict[str, DescribedUnit], str]:
-    """What the units report, or why they do not."""
-    for name in units:
-        if not UNIT_NAME.fullmatch(name):
-            return {}, f"unit name {name!r} cannot name a folder"
-    return _attempt(lambda: {name: unit.described() for name, unit in units.items()}, {})
 
 
 def _attempt(do: Callable[[], _T], otherwise: _T) -> tuple[_T, str]:

@@ -149,6 +149,10 @@ def refused(rank: int, world: int, place: str) -> None:
         them.take(1, {"../rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
     with pytest.raises(SnapshotError, match="unit rows cannot be copied"):
         them.take(1, {"rows": Rows(rank, world + 1, 1.0)})  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match="different units"):
+        them.take(1, {f"rows{rank}": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match="rank 1: AttributeError"):
+        them.take(1, {"rows": Rows(rank, world, 1.0) if rank == 0 else None})  # type: ignore[dict-item]
     unit = Rows(rank, world, 1.0)
     unit.scalars = {"steps": {"w": rank}}
     assert "disagree about steps/w" in _take(them, 1, unit).error
@@ -180,6 +184,27 @@ def refused(rank: int, world: int, place: str) -> None:
         in _take(other, 1, Rows(rank, world, 1.0)).error
     )
     other.close()
+
+
+def no_memory(rank: int, world: int, place: str) -> None:
+    them = Snapshots(SnapshotOptions(Path(place)), _group())
+    allocate = snapshots.HostCopy
+
+    def fails(*said: Any, **more: Any) -> Any:
+        if rank == 1:
+            raise RuntimeError("not enough memory")
+        return allocate(*said, **more)
+
+    snapshots.HostCopy = fails  # type: ignore[assignment,misc]
+    with pytest.raises(SnapshotError, match="rank 1: RuntimeError: not enough memory"):
+        them.take(1, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    snapshots.HostCopy = allocate  # type: ignore[misc]
+    assert not _take(them, 2, Rows(rank, world, 2.0)).error
+    them.close()
+
+
+def test_a_rank_without_memory_for_the_copy_is_named(tmp_path: Path) -> None:
+    run_ranks(no_memory, WORLD, str(tmp_path))
 
 
 def test_what_cannot_be_taken_or_restored_is_said_on_all_ranks(tmp_path: Path) -> None:
