@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nereus_plugins.emu import snapshot
 from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.emu.described.base import LocalShard
@@ -20,6 +19,8 @@ from nereus_plugins.gtg.execute import RankTransition, TransitionOptions
 from nereus_plugins.gtg.scalars import RNG
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.control import Control
+
+from . import copies
 
 SEQUENCES = 8
 TIMEOUT_S = 60.0
@@ -277,12 +278,12 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
 def restore(units: dict[str, ElasticUnit], saved: dict[str, DescribedUnit]) -> None:
     """Put this rank's own snapshots back, in the layout they were taken in."""
     for name, unit in units.items():
-        snapshot.restore({0: saved[name]}, unit.described())
+        copies.put_back(saved[name], unit.described())
         unit._current.load_scalars(saved[name].scalars)  # type: ignore[attr-defined]
 
 
 def take(units: dict[str, ElasticUnit]) -> dict[str, DescribedUnit]:
-    return {name: snapshot.take(unit.described()) for name, unit in units.items()}
+    return {name: copies.take(unit.described()) for name, unit in units.items()}
 
 
 def addresses(unit: ElasticUnit) -> list[int]:
@@ -355,7 +356,7 @@ def restore_alone(engine: Any, saved: DescribedUnit) -> None:
     from nereus_plugins.emu.described.megatron import ensure_optimizer_state, load_scalars
 
     ensure_optimizer_state(engine.optimizer)
-    snapshot.restore({0: saved}, described_alone(engine))
+    copies.put_back(saved, described_alone(engine))
     load_scalars(
         saved.scalars,
         engine.module,

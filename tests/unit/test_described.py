@@ -1,4 +1,4 @@
-"""Described units without a framework: shards, scalars, state of Adam, parking, snapshots."""
+"""Described units without a framework: shards, scalars, state of Adam, parking."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from nereus_plugins.emu import snapshot
-from nereus_plugins.emu.boxes import Box, flat_range_to_boxes
+from nereus_plugins.emu.boxes import Box
 from nereus_plugins.emu.described.base import (
     DescribedUnit,
     LocalShard,
@@ -174,39 +173,3 @@ def test_dropping_what_is_parked_leaves_the_memory_free() -> None:
     parked.drop()
     assert parked.nbytes == 0
     assert data.untyped_storage().nbytes() == 0
-
-
-def test_a_snapshot_is_a_copy_and_restores_into_another_layout() -> None:
-    whole = torch.randn(7, 3)
-    source = _cut_rows("weight/w", whole, [3, 4])
-    taken = {rank: snapshot.take(unit) for rank, unit in enumerate(source)}
-    for unit in source:
-        unit.shards[0].view.zero_()
-    target = _cut_rows("weight/w", torch.full((7, 3), math.nan), [1, 5, 1])
-    assert sum(snapshot.restore(taken, unit) for unit in target) == whole.numel() * 4
-    assert torch.equal(torch.cat([u.shards[0].view for u in target]), whole)
-    # Flat ranges, as a distributed optimizer holds them.
-    flat = torch.full((10,), math.nan)
-    pieces = [
-        LocalShard("weight/w", cut.box, (7, 3), flat[cut.lo - 5 : cut.hi - 5].view(cut.box.shape))
-        for cut in flat_range_to_boxes((7, 3), 5, 15)
-    ]
-    snapshot.restore(taken, DescribedUnit(pieces))
-    assert torch.equal(flat, whole.view(-1)[5:15])
-
-
-def test_a_snapshot_that_cannot_fill_the_target_says_which_box() -> None:
-    taken = {0: snapshot.take(_cut_rows("weight/w", torch.ones(4, 2), [3, 1])[0])}
-    target = _cut_rows("weight/w", torch.zeros(4, 2), [4])[0]
-    with pytest.raises(snapshot.SnapshotMismatch, match=r"weight/w \[0:4, 0:2\]"):
-        snapshot.restore(taken, target)
-    wider = _cut_rows("weight/w", torch.zeros(4, 2, dtype=torch.bfloat16), [4])[0]
-    with pytest.raises(snapshot.SnapshotMismatch, match="bfloat16"):
-        snapshot.restore(taken, wider)
-
-
-def test_a_snapshot_keeps_its_own_scalars() -> None:
-    unit = DescribedUnit([], {"steps": {"a": 1.0}})
-    taken = snapshot.take(unit)
-    unit.scalars["steps"]["a"] = 2.0
-    assert taken.scalars == {"steps": {"a": 1.0}}
