@@ -17,9 +17,10 @@ from nereus_plugins.selftest.compare import whole_state
 from nereus_plugins.selftest.proofs import UNIT, make_job
 from nereus_plugins.selftest.ranks import Bench, Ended, run_on_ranks
 from nereus_plugins.selftest.snapshots import group_of_all, state_digest
-from nereus_plugins.snapshot import in_memory
+from nereus_plugins.snapshot import folder, in_memory
 from nereus_plugins.snapshot.buddies import buddies
 from nereus_plugins.snapshot.errors import SnapshotError
+from nereus_plugins.snapshot.restore import restore
 from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
 from nereus_plugins.transport.control import Control
 
@@ -41,12 +42,12 @@ def _case(backend: str, ranks: int) -> Any:
 
 
 def _options(place: Path, node: str) -> SnapshotOptions:
-    return SnapshotOptions(memory_folder=place / node, node=node)
+    return SnapshotOptions(place / "disk", memory_folder=place / node, node=node)
 
 
 def killed(bench: Bench, backend: str, place: str, moment: int) -> dict[int, str]:
     """On a rank: snapshots after steps 1 and 2; the victim dies in the second, before its
-    `moment`-th message in the background. A digest of the state by step."""
+    `moment`-th message. A digest of the state by step."""
     job = make_job(_case(backend, WORLD), _case(backend, WORLD).source, bench, seed=1)
     snapshots = Snapshots(_options(Path(place), f"node{bench.rank}"), group_of_all())
     digests = {}
@@ -60,13 +61,12 @@ def killed(bench: Bench, backend: str, place: str, moment: int) -> dict[int, str
         assert snapshots.take(step, {UNIT: job})
         taken = snapshots.wait()
         assert taken is not None
-        assert taken.in_memory or step == 2, taken.error
-        assert taken.path is None
+        assert not taken.error or step == 2, taken.error
     return digests
 
 
 def _die_before(snapshots: Snapshots, moment: int) -> None:
-    tell, told = snapshots._tell, -1  # the first is at the boundary
+    tell, told = snapshots._tell, -1  # the first two are at the boundary
 
     def until(*said: Any) -> Any:
         nonlocal told
@@ -78,13 +78,16 @@ def _die_before(snapshots: Snapshots, moment: int) -> None:
     snapshots._tell = until  # type: ignore[method-assign]
 
 
-def recovered(bench: Bench, backend: str, place: str, nodes: list[str]) -> tuple[int, str]:
-    """On a rank of a new job, on one of `nodes`: the step restored, a digest of the state; then it
-    takes a snapshot of its own."""
+def recovered(bench: Bench, backend: str, place: str, nodes: list[str]) -> list[tuple[int, str]]:
+    """On a rank of a new job, on one of `nodes`: the step restored and a digest of the state, from
+    disk and from the nodes' memory; then it takes a snapshot of its own."""
     node = nodes[bench.rank]
     case = _case(backend, bench.world)
     job = make_job(case, case.target, bench, seed=9)
     group = group_of_all()
+    on_disk = folder.latest(Path(place) / "disk")
+    restore(on_disk, {UNIT: job.current}, group)
+    of_disk = state_digest(whole_state(job.described(), bench.device))
     found = in_memory.find(Path(place) / node, group)
     in_memory.restore(found, {UNIT: job.current}, group)
     digest = state_digest(whole_state(job.described(), bench.device))
@@ -93,12 +96,12 @@ def recovered(bench: Bench, backend: str, place: str, nodes: list[str]) -> tuple
     assert snapshots.take(found.index.step + 1, {UNIT: job})
     taken = snapshots.wait()
     assert taken is not None
-    assert taken.in_memory, taken.error
+    assert not taken.error, taken.error
     # Nothing of the job before, which had other ranks.
     assert len(in_memory.holders(Path(place) / node)) == nodes.count(node)
     Control(bench.rank, bench.world, timeout_s=60).vote("looked", True)
     snapshots.close()
-    return found.index.step, digest
+    return [(on_disk.index.step, of_disk), (found.index.step, digest)]
 
 
 def _run(name: str, world: int, place: Path, *args: Any) -> list[Ended]:
@@ -109,7 +112,7 @@ def _run(name: str, world: int, place: Path, *args: Any) -> list[Ended]:
 
 @pytest.mark.parametrize(
     ("backend", "moment", "ranks"),
-    [("fsdp2", 2, 2), ("fsdp2", 4, 4), ("megatron", 3, 2)],
+    [("fsdp2", 4, 2), ("fsdp2", 5, 4), ("megatron", 7, 2)],
 )
 def test_a_lost_node_is_restored_from_its_buddy(
     tmp_path: Path, backend: str, moment: int, ranks: int
@@ -126,12 +129,17 @@ def test_a_lost_node_is_restored_from_its_buddy(
             shutil.copytree(held, tmp_path / "node2" / held.name)
     again = _run("recovered", ranks, tmp_path, backend, str(tmp_path), nodes)
     assert all(end.value is not None for end in again), [end.error for end in again]
-    steps = {end.value[0] for end in again}
-    assert steps <= {1, 2}
-    assert len(steps) == 1
-    assert {end.value[1] for end in again} == {digests[steps.pop()]}
+    assert all(end.value == again[0].value for end in again)
+    (disk_step, of_disk), (step, digest) = again[0].value
+    assert digests[disk_step] == of_disk
+    assert digests[step] == digest
+    # Into memory first; and all there once its own part and its ward's were known to be.
+    assert (disk_step, step) == (1, 2 if moment > 4 else 1)
     left = [p for node in set(nodes) for p in (tmp_path / node).glob("**/*")]
     assert not left
+    found, passed_over = folder.find(tmp_path / "disk")
+    assert len(found) == 2
+    assert not passed_over
 
 
 def lost(bench: Bench, place: str) -> str:
