@@ -23,7 +23,7 @@ from nereus_plugins.gtg.estimate import Estimate, StepCosts, estimate
 from nereus_plugins.gtg.graph import Graph, Step
 from nereus_plugins.spec import Assignment, ClusterSpec, GlobalPlan, ModelStage, OptimizerSpec
 
-# Moving state through the predicted tables is known for these training engines.
+# What the tables call the training engines of a job.
 _BACKENDS = {"megatron": "megatron", "fsdp": "fsdp2", "deepspeed": "deepspeed"}
 
 # Seconds of steps that do not scale with bytes, before any was measured; sources in
@@ -33,10 +33,8 @@ BUILD_S, DESCRIBE_S, VOTE_S = 1.0, 0.3, 0.002
 
 
 def planned_units(job: JobSpec) -> tuple[PlannedUnit, ...]:
-    """The units of a job whose shards can be predicted; none where its backend's cannot."""
-    backend = _BACKENDS.get(job.backend)
-    if backend is None:
-        return ()
+    """The units of a job, as far as predicting their shards takes."""
+    backend = _BACKENDS[job.backend]
     # FSDP keeps fp32 parameters where it trains; Megatron and DeepSpeed bf16 ones and fp32 masters.
     trained = "float32" if backend == "fsdp2" else "bfloat16"
     out = []

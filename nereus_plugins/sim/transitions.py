@@ -73,12 +73,7 @@ class Transitions:
 
     def cost(self, old: GlobalPlan, new: GlobalPlan) -> TransitionCost:
         """Raises: InfeasibleTransition: the target does not fit beside what cannot be parked.
-        SpecError: a backend whose transitions cannot be simulated."""
-        if not self.units:
-            raise SpecError(
-                f"backend={self.job.backend}: its state cannot be predicted, so transitions cannot "
-                "be simulated; use megatron or fsdp, or restart"
-            )
+        SpecError: shards that cannot be predicted (pipeline stages of unequal size)."""
         key = (old.assignments, new.assignments)
         if key not in self._known:
             try:
@@ -99,15 +94,13 @@ class Transitions:
         )
         if key not in self._state_bytes:
             try:
-                found = self._predicted_state_bytes(plan)
+                self._state_bytes[key] = self._predicted_state_bytes(plan)
             except SpecError:  # pipeline stages of unequal size
-                found = None
-            self._state_bytes[key] = found or self._counted_state_bytes(plan)
+                self._state_bytes[key] = self._counted_state_bytes(plan)
         return self._state_bytes[key]
 
-    def _predicted_state_bytes(self, plan: GlobalPlan) -> float | None:
-        if not self.units:
-            return None
+    def _predicted_state_bytes(self, plan: GlobalPlan) -> float:
+        """Raises: SpecError."""
         nodes = np.zeros(self.cluster.nodes)
         for unit in self.units:
             if unit.optimizer is not None:
