@@ -248,15 +248,19 @@ class Driver:
         return record
 
     def failed(self, attempt: Attempt) -> str:
-        """The job ends in this attempt: write its record, and take back a commit that is not in
-        force. Returns: what the job's last words say of that, "" if it was done."""
+        """The job ends in this attempt: take back a commit that is not in force, and write its
+        record. Returns: what the job's last words say of that, "" if it was done."""
+        undone = ""
+        if attempt.journaled and self.epoch != attempt.epoch:
+            try:
+                self._abort_in_journal(attempt)
+            except _NOT_JOURNALED as error:
+                undone += f" (the journal still says that it was committed: {error})"
         try:
             self.records.write(attempt.record())
-            if attempt.journaled and self.epoch != attempt.epoch:
-                self._abort_in_journal(attempt)
-        except _NOT_JOURNALED as error:
-            return f" (which lack this: {error})"
-        return ""
+        except OSError as error:
+            undone += f" (the records lack this: {error})"
+        return undone
 
     def _abort_in_journal(self, attempt: Attempt) -> None:
         """Raises: OSError, JournalError, EpochError."""

@@ -129,3 +129,19 @@ def test_what_sleeps_sleeps_on_after_a_failure(
     assert all("hp_params" in of_rank for of_rank in model.asleep())
     processes.described_equal(before, model.state())
     model.train(1, 1)
+
+
+def test_a_rank_that_cannot_wake_holds_nobody_up(
+    sleeping: SimpleNamespace, started: list[processes.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TIMEOUT_S", 10.0)
+    model = processes.Model("actor", sleeping, layout(2, 2))
+    started.append(model)
+    model.train(1, 0)
+    before = model.state()
+    processes.all_of(model.ranks[1:], processes.without_room, [("actor",)])
+    assert "no room to wake" in model.move(layout(1, 3))
+    assert all("optim_states" in of_rank for of_rank in model.asleep())
+    processes.described_equal(before, model.state())
+    assert model.move(layout(1, 3)) == ""
+    processes.described_equal(before, model.state())

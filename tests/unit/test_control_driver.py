@@ -201,13 +201,26 @@ def test_what_fails_after_the_switch_stays_committed(driver: Driver) -> None:
     assert kinds(driver) == [("commit", 1, "")]
 
 
-@pytest.mark.parametrize("broken", [no_space_for_records, no_journal])
-def test_last_words_say_what_records_lack(driver: Driver, broken: Callable[[Driver], None]) -> None:
+def test_last_words_say_what_records_lack(driver: Driver) -> None:
     attempt = driver.attempt(CHANGES)
     assert driver.commit(attempt, PLAN, [])
-    broken(driver)
+    no_space_for_records(driver)
     attempt.ended("failed", "rank 1 died")
-    assert driver.failed(attempt).startswith(" (which lack this: ")
+    assert driver.failed(attempt).startswith(" (the records lack this: ")
+    assert (
+        driver.journal.current() is None
+    )  # the journal has room: what is not in force is not there
+
+
+def test_last_words_say_what_the_journal_still_has(driver: Driver) -> None:
+    attempt = driver.attempt(CHANGES)
+    assert driver.commit(attempt, PLAN, [])
+    no_journal(driver)
+    attempt.ended("failed", "rank 1 died")
+    assert driver.failed(attempt).startswith(" (the journal still says that it was committed: ")
+    (record,) = read_records(driver.records.path)
+    assert isinstance(record, TransitionRecord)
+    assert record.outcome == "failed"
 
 
 def test_a_full_disk_ends_no_job_that_can_train_on(

@@ -130,14 +130,14 @@ class DeepSpeedUnit:
             free_gradients(self._current.engine)
 
     def wake(self) -> None:
-        """Have the state of a model that sleeps on the device. Collective in its world."""
+        """Have the state of a model that sleeps on the device. Local."""
         if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
-            openrlhf_private.wake(self._worker)
+            openrlhf_private.wake(self._current.engine)
 
     def put_to_sleep(self) -> None:
-        """The inverse of `wake`, where OpenRLHF has the model sleep. Collective in its world."""
+        """The inverse of `wake`, where OpenRLHF has the model sleep. Local."""
         if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
-            openrlhf_private.put_to_sleep(self._worker)
+            openrlhf_private.put_to_sleep(self._current.engine)
 
     def build(self, layout: Layout) -> BuiltModel:
         building = self.building

@@ -253,14 +253,20 @@ def sleeps(worker: Any) -> bool:
     return bool(worker.strategy.args.ds.enable_sleep) and hasattr(worker, "offload_states")
 
 
-def wake(worker: Any) -> None:
-    """Bring a sleeping model's state back to the device. Collective in its world."""
-    worker.reload_states()
+def wake(engine: Any) -> None:
+    """Bring a sleeping model's state back to the device. Local: OpenRLHF's own `reload_states` ends
+    in a barrier, at which peers would wait for a rank that has no room."""
+    engine.reload_states()
 
 
-def put_to_sleep(worker: Any) -> None:
-    """The inverse of `wake`; does nothing to what sleeps already. Collective in its world."""
-    worker.offload_states()
+def put_to_sleep(engine: Any) -> None:
+    """The inverse of `wake`, with the kinds of state that OpenRLHF takes; does nothing to what
+    sleeps already. Local too."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+    engine.offload_states(
+        include=[Kind.optim_states, Kind.contiguous_grad_buffer, Kind.hp_params, Kind.lp_grads]
+    )
 
 
 def node_address() -> str:

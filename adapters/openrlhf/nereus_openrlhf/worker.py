@@ -165,8 +165,7 @@ def join(worker: Any, rank: int, size: int, order: Sequence[int], address: str, 
 
 
 def withdraw(worker: Any) -> None:
-    """Go back to the old world, after an abort or where worlds were not formed. Local; of a model
-    that sleeps collective in its ranks."""
+    """Go back to the old world, after an abort or where worlds were not formed. Local."""
     state = _here()
     change, state.change = state.change, None
     state.transition, state.store = None, None
@@ -262,8 +261,7 @@ def release(worker: Any) -> dict[str, Any]:
 
 
 def settle(worker: Any) -> None:
-    """Leave nothing of the old world behind. In ranks of the new one. Local; of a model that sleeps
-    collective in them."""
+    """Leave nothing of the old world behind. In ranks of the new one. Local."""
     state = _here()
     change, state.change = state.change, None
     state.transition = None

@@ -130,13 +130,13 @@ class Transitions:
             except (WorkersFailed, TransitionFailed) as error:
                 attempt.ended("failed", str(error))
                 words = last_words.of_attempt(attempt, self._checked.config, self._checked.run_dir)
-                words += self._driver.failed(attempt)
+                undone = self._driver.failed(attempt)
                 if isinstance(error, RolloutFailed):
                     raise RolloutFailed(
                         f"after the transition of step {attempt.step} ({attempt.listed()}) "
-                        f"training state is whole, but the job cannot go on: {error}"
+                        f"training state is whole, but the job cannot go on: {error}{undone}"
                     ) from error
-                raise TransitionFailed(words) from error
+                raise TransitionFailed(words + undone) from error
         return self._driver.finished(attempt)
 
     def _change(self, attempt: Attempt, wanted: Wanted) -> None:
