@@ -28,7 +28,11 @@ LOSSES = ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "
 def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
     """Run a job; what OpenRLHF's own log says of each step."""
     demo.make_files(folder, steps * demo.PROMPTS)
-    # Sampling is greedy, so that runs repeat whatever the order of requests in vLLM.
+    # Runs repeat: OpenRLHF shuffles prompts, and takes samples in the order in which they are done,
+    # so all are the same one; and sampling is greedy.
+    prompts = folder / "prompts.jsonl"
+    line, *others = prompts.read_text().splitlines(keepends=True)
+    prompts.write_text(line * (1 + len(others)))
     given = [*demo.arguments(folder, steps), "--rollout.top_p", "1e-6", *words]
     log = folder / "log.txt"
     assert demo.run(folder, given, log) == 0, "\n".join(log.read_text().splitlines()[-60:])

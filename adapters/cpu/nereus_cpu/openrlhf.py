@@ -102,7 +102,11 @@ def _sync_over_gloo(util: ModuleType) -> None:
 
 
 def _engines_on_cpu(engines: ModuleType) -> None:
-    """vLLM's CPU build has no sleep mode, no Ray executor, and asks for gigabytes of cache."""
+    """vLLM's CPU build has no sleep mode, no Ray executor, and asks for gigabytes of cache.
+
+    It generates one sequence at a time: which others are in a batch, a matter of timing, changes
+    last bits, and with them what is sampled, and a job is to be the same when it is run again.
+    """
     actor = engines.RolloutRayActor
     options = actor.options
 
@@ -115,6 +119,7 @@ def _engines_on_cpu(engines: ModuleType) -> None:
                 "worker_extension_cls": EXTENSION,
                 "kv_cache_memory_bytes": KV_CACHE_BYTES,
                 "enable_sleep_mode": False,
+                "max_num_seqs": 1,
             }
             if settings.get("distributed_executor_backend") == "ray":
                 settings["distributed_executor_backend"] = "mp"
