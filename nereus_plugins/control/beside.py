@@ -5,7 +5,7 @@
        '---- commands over the loopback (submit, status) -----------'
 
 The process never touches a worker, and the job never waits for it. Where it dies it is started
-again, a few times, and takes up its journal; after that the job trains on without it.
+again and takes up its journal; where it dies again and again, the job trains on without it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Beside:
                 return
             self.restarts += 1
         self._say(
-            f"the controller ended {ended} times, each within {RAN_WELL_S:g} s; the job trains on "
+            f"the controller ended {ended} times, one soon after the other; the job trains on "
             f"without it, in the plan that it has. See {self._run_dir / LOG_FILE}"
         )
 
