@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 
 class SnapshotError(RuntimeError):
     """A snapshot cannot be taken or used; the message says what to do."""
@@ -17,3 +20,11 @@ class OtherModel(SnapshotError):
 
 class PeerLost(SnapshotError):
     """A rank is gone, or slower than the group's timeout: no snapshot can be completed any more."""
+
+
+def unreadable(path: Path, error: OSError) -> SnapshotError:
+    """What to raise for a file that cannot be read: it is damaged, unless it is this process that
+    can open no more files."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return SnapshotError(f"{path}: {error.strerror}; raise the limit of open files (ulimit -n)")
+    return DamagedSnapshot(f"{path}: {error.strerror}")

@@ -16,7 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from nereus_plugins.snapshot.errors import DamagedSnapshot, SnapshotError
+from nereus_plugins.snapshot.errors import DamagedSnapshot, SnapshotError, unreadable
 from nereus_plugins.snapshot.index import INDEX_NAME, FileRecord, Index, read_index
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
@@ -36,12 +36,14 @@ def find(folder: Path) -> tuple[list[Snapshot], list[str]]:
     """The complete snapshots of a folder, oldest first; and what was passed over, with the reason.
 
     Sizes of files are compared with the index; their content is checked where it is read.
+
+    Raises: SnapshotError: this process can open no more files.
     """
     found, passed_over = [], []
     for number, path in numbered(folder):
         try:
             found.append((number, open_snapshot(path)))
-        except SnapshotError as error:
+        except DamagedSnapshot as error:
             passed_over.append(str(error))
     passed_over += [f"{p}: was not finished" for p in folder.glob(f"{_WRITING}*")]
     return [snapshot for _, snapshot in sorted(found, key=lambda one: one[0])], passed_over
@@ -50,7 +52,7 @@ def find(folder: Path) -> tuple[list[Snapshot], list[str]]:
 def latest(folder: Path) -> Snapshot:
     """The newest complete snapshot.
 
-    Raises: SnapshotError: there is none; says what was passed over.
+    Raises: SnapshotError: there is none; says what was passed over. Or as `find`.
     """
     found, passed_over = find(folder)
     if not found:
@@ -60,7 +62,8 @@ def latest(folder: Path) -> Snapshot:
 
 
 def open_snapshot(path: Path) -> Snapshot:
-    """Raises: DamagedSnapshot: the index or a file is missing, or a file has another size."""
+    """Raises: DamagedSnapshot: the index or a file is missing, or a file has another size.
+    SnapshotError: this process can open no more files."""
     snapshot = Snapshot(path, open_index(path))
     for file in snapshot.index.files:
         check_size(path, file)
@@ -78,11 +81,14 @@ def check_size(path: Path, file: FileRecord) -> None:
 
 
 def open_index(path: Path) -> Index:
-    """The index of the snapshot at `path`. Raises: DamagedSnapshot."""
+    """The index of the snapshot at `path`. Raises: DamagedSnapshot; SnapshotError: this process
+    can open no more files."""
     where = path / INDEX_NAME
     try:
         text = where.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(where, error) from None
+    except UnicodeDecodeError as error:
         raise DamagedSnapshot(f"{where}: {error}") from None
     return read_index(text, str(where))
 

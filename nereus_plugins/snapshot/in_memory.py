@@ -31,7 +31,7 @@ from nereus_plugins.snapshot.blocks import BLOCK_BYTES, of_block
 from nereus_plugins.snapshot.errors import DamagedSnapshot, SnapshotError
 from nereus_plugins.snapshot.host_copy import entry_views
 from nereus_plugins.snapshot.index import FileRecord, Index, read_index
-from nereus_plugins.snapshot.read import DataFile
+from nereus_plugins.snapshot.read import read_layout
 from nereus_plugins.snapshot.restore import agree_done, check_model, load_scalars
 from nereus_plugins.transport.metadata import gather_tables
 from nereus_plugins.transport.torch_transport import TorchTransport
@@ -183,9 +183,8 @@ def _dealt(index: Index, held: Sequence[set[str]]) -> list[list[FileRecord]]:
 def _shards(path: Path, file: FileRecord, index: Index) -> list[LocalShard]:
     """The boxes of a file as views of it where it lies, checked. Raises: DamagedSnapshot."""
     shapes = {t.name: t.shape for t in index.units[file.unit].tensors}
-    opened = DataFile(path, file, shapes)
-    opened.close()
-    if not opened.layout.data_bytes:
+    layout = read_layout(path, file, shapes)
+    if not layout.data_bytes:
         return []
     # Copy on write: nothing can change what another rank may have to read.
     mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=file.header_bytes)
@@ -194,4 +193,4 @@ def _shards(path: Path, file: FileRecord, index: Index) -> list[LocalShard]:
         begin = number * BLOCK_BYTES
         if of_block(data[begin : begin + BLOCK_BYTES]) != said:
             raise DamagedSnapshot(f"{path}: has changed since it was written")
-    return entry_views(opened.layout, data)
+    return entry_views(layout, data)

@@ -7,6 +7,7 @@ snapshot was taken in do not matter.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from nereus_plugins.emu.moves import MoveTable, plan_moves
 from nereus_plugins.emu.table import ShardTable, StorageInfo, TableError, concat
 from nereus_plugins.emu.tiling import CoverageError
 from nereus_plugins.snapshot.blocks import BLOCK_BYTES, of_block, of_bytes
-from nereus_plugins.snapshot.errors import DamagedSnapshot, OtherModel
+from nereus_plugins.snapshot.errors import DamagedSnapshot, OtherModel, unreadable
 from nereus_plugins.snapshot.folder import Snapshot
 from nereus_plugins.snapshot.index import FileRecord
 from nereus_plugins.snapshot.shard_file import Entry, FileLayout, parse
@@ -34,29 +35,39 @@ BLOCKS_KEPT = 6
 def read_unit(snapshot: Snapshot, name: str, target: DescribedUnit) -> int:
     """Fill this process's shards of a unit from the files of a snapshot; returns bytes read.
 
-    Local: each process reads what it needs. After a failure the target's content is undefined.
+    Local: each process reads what it needs, one file at a time: a unit has as many files as its job
+    had ranks, or more. After a failure the target's content is undefined.
 
     Args:
         name: of a unit of the snapshot. target: live shards, in any layout.
 
     Raises:
         DamagedSnapshot: a file is missing or changed. OtherModel: a tensor is not of this shape
-        and type in the snapshot.
+        and type in the snapshot. SnapshotError: this process can open no more files.
     """
     files = [file for file in snapshot.index.files if file.unit == name]
     shapes = {t.name: t.shape for t in snapshot.index.units[name].tensors}
-    open_files = [DataFile(snapshot.path / f.path, f, shapes) for f in files]
-    read = 0
-    try:
-        moves = _plan([file.layout for file in open_files], target)
-        for number, file in enumerate(open_files):
-            pieces = _pieces(moves, number, file.layout, target.shards)
-            for begin, end, source, view in sorted(pieces, key=lambda p: p[:2]):
+    layouts = [read_layout(snapshot.path / f.path, f, shapes) for f in files]
+    moves, read = _plan(layouts, target), 0
+    for number, (record, layout) in enumerate(zip(files, layouts, strict=True)):
+        pieces = sorted(_pieces(moves, number, layout, target.shards), key=lambda p: p[:2])
+        if not pieces:
+            continue
+        with contextlib.closing(DataFile(snapshot.path / record.path, record)) as file:
+            for begin, end, source, view in pieces:
                 read += file.copy(begin, end, source, view)
-    finally:
-        for file in open_files:
-            file.close()
     return read
+
+
+def read_layout(path: Path, record: FileRecord, shapes: Mapping[str, Sequence[int]]) -> FileLayout:
+    """What stands where in a data file, from its header.
+
+    Args: shapes: of the unit's whole tensors, by name.
+
+    Raises: DamagedSnapshot, SnapshotError: as `DataFile`.
+    """
+    with contextlib.closing(DataFile(path, record)) as file:
+        return parse(file.header(), shapes, str(path))
 
 
 def _plan(layouts: Sequence[FileLayout], target: DescribedUnit) -> MoveTable:
@@ -122,28 +133,27 @@ def _cut(box: Box, entry: Entry) -> Iterator[Box]:
 class DataFile:
     """An open data file; blocks are checked as they are read.
 
-    Raises: DamagedSnapshot.
+    Raises: DamagedSnapshot: it is missing or changed. SnapshotError: no more files can be opened.
     """
 
-    def __init__(self, path: Path, record: FileRecord, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, path: Path, record: FileRecord) -> None:
         self._path = path
         self._record = record
         self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
         try:
             self._handle = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DamagedSnapshot(f"{path}: {error.strerror}") from None
-        try:
-            header = self._read(0, record.header_bytes)
-            if of_bytes(header) != record.header_digest:
-                raise DamagedSnapshot(f"{path}: its header has changed since it was written")
-            self.layout = parse(header, shapes, str(path))
-        except BaseException:
-            self.close()
-            raise
+            raise unreadable(path, error) from None
 
     def close(self) -> None:
         os.close(self._handle)
+
+    def header(self) -> bytes:
+        """Everything before the data, checked."""
+        header = self._read(0, self._record.header_bytes)
+        if of_bytes(header) != self._record.header_digest:
+            raise DamagedSnapshot(f"{self._path}: its header has changed since it was written")
+        return header
 
     def copy(self, begin: int, end: int, source: tuple[Entry, Box], view: torch.Tensor) -> int:
         """Copy a box, which lies in bytes ``begin:end`` of the data, into `view`."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -314,3 +317,42 @@ def test_no_index_crashes_the_reader(value: object, key: str) -> None:
     body["digest"] = hashlib.sha256(text.encode()).hexdigest()
     with contextlib.suppress(DamagedSnapshot):
         read_index(json.dumps(body), "index")
+
+
+@contextlib.contextmanager
+def few_open_files(more: int) -> Iterator[None]:
+    """While in it, this process can open `more` files and no others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    handle = os.dup(0)  # the lowest that is free
+    os.close(handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (handle + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_snapshot_of_many_ranks_needs_few_open_files(tmp_path: Path) -> None:
+    whole = whole_tensors(rows=60)
+    write(tmp_path, units(whole, 60))
+    snapshot = folder.latest(tmp_path)
+    assert len(snapshot.index.files) >= 60
+    filled = blank(units(whole, 1))
+    with few_open_files(3):
+        read.read_unit(snapshot, "actor", filled[0])
+    assert same(filled, whole)
+
+
+def test_no_more_open_files_is_not_damage(tmp_path: Path) -> None:
+    whole = whole_tensors()
+    write(tmp_path, units(whole, 1))
+    snapshot = folder.latest(tmp_path)
+    with few_open_files(0):
+        with pytest.raises(SnapshotError, match="Too many open files") as caught:
+            read.read_unit(snapshot, "actor", units(whole, 1)[0])
+        with pytest.raises(SnapshotError, match="Too many open files"):
+            folder.open_snapshot(snapshot.path)
+        # Not passed over: an older one would be taken for the newest.
+        with pytest.raises(OSError, match="Too many open files"):
+            folder.find(tmp_path)
+    assert not isinstance(caught.value, DamagedSnapshot)
