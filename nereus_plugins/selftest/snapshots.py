@@ -115,7 +115,7 @@ def run_restarted(backend: str, *, device: str, limit_s: float) -> list[Check]:
         subject = f"{backend}: {first} ranks -> {second} ranks"
         seconds = time.perf_counter() - begin
         checks.append(
-            Check("snapshot restored by another job", subject, not wrong, seconds, "".join(wrong))
+            Check("snapshot restored by another job", subject, not wrong, seconds, "; ".join(wrong))
         )
     return checks
 

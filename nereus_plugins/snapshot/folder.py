@@ -10,6 +10,7 @@ earlier step. A name is given by the rename that ends the writing, after all fil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -101,12 +102,20 @@ def last_number(folder: Path) -> int:
     return max((number for number, _ in numbered(folder)), default=0)
 
 
+def writing_place(folder: Path, number: int, step: int) -> Path:
+    """Where a new snapshot is written."""
+    return folder / f"{_WRITING}{number:06d}-step{step}"
+
+
 def begin(folder: Path, number: int, step: int) -> Path:
     """Make the folder in which a new snapshot is written. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for leftover in (*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_GOING}*")):
-        shutil.rmtree(leftover)  # of a job that died: this one is the only writer
-    writing = folder / f"{_WRITING}{number:06d}-step{step}"
+    # Of a job that died: this one is the only writer.
+    for leftover in folder.glob(f"{_WRITING}*"):
+        shutil.rmtree(leftover)
+    for leftover in folder.glob(f"{_GOING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # in nobody's way
+    writing = writing_place(folder, number, step)
     writing.mkdir(mode=0o700)
     return writing
 
@@ -124,14 +133,33 @@ def complete(writing: Path, index: Index) -> Path:
         file.flush()
         os.fsync(file.fileno())
     sync(writing)
-    path = writing.with_name(writing.name.removeprefix(_WRITING))
+    path = _named(writing)
     writing.rename(path)
     sync(path.parent)
     return path
 
 
+def _named(writing: Path) -> Path:
+    """What `complete` renames it to."""
+    return writing.with_name(writing.name.removeprefix(_WRITING))
+
+
+def abandon(writing: Path, *, completed: bool) -> None:
+    """Remove what was written of a snapshot that failed.
+
+    Args: completed: also where it has its name already, as the others could not complete theirs.
+    """
+    shutil.rmtree(writing, ignore_errors=True)
+    if completed:
+        with contextlib.suppress(OSError):
+            _remove(_named(writing))
+
+
 def keep_last(folder: Path, count: int) -> None:
-    """Remove what is older than the newest `count` complete snapshots. Raises: OSError."""
+    """Remove what is older than the newest `count` complete snapshots.
+
+    Raises: OSError; SnapshotError: as `find`.
+    """
     found, _ = find(folder)
     if len(found) >= count:
         remove_before(folder, found[-count].index.number)
@@ -141,10 +169,15 @@ def remove_before(folder: Path, number: int) -> None:
     """Remove snapshots, complete or not, of lower numbers. Raises: OSError."""
     for other, path in numbered(folder):
         if other < number:
-            # A name of its own first: what is half removed is no snapshot any more.
-            going = path.with_name(f"{_GOING}{path.name}")
-            path.rename(going)
-            shutil.rmtree(going)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a snapshot. Raises: OSError."""
+    # A name of its own first: what is half removed is no snapshot any more.
+    going = path.with_name(f"{_GOING}{path.name}")
+    path.rename(going)
+    shutil.rmtree(going)
 
 
 def sync(folder: Path) -> None:
@@ -158,7 +191,9 @@ def sync(folder: Path) -> None:
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """What has the name of a snapshot, complete or not, by number."""
-    if not folder.is_dir():
+    try:
+        inside = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # perhaps another rank has just removed it
         return []
-    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir() if p.is_dir()]
+    matches = [(_NAME.fullmatch(p.name), p) for p in inside if p.is_dir()]
     return sorted((int(m[1]), p) for m, p in matches if m)

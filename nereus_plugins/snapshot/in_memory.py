@@ -12,8 +12,10 @@ left together is a snapshot if each of its files is on some node.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +48,41 @@ def holder(root: Path, rank: int) -> Path:
 
 def holders(root: Path) -> list[Path]:
     """What ranks on this node hold, or held in a job before."""
-    if not root.is_dir():
+    try:
+        inside = list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # perhaps another rank has just removed it
         return []
-    return sorted(p for p in root.iterdir() if p.is_dir() and _HOLDER.fullmatch(p.name))
+    return sorted(p for p in inside if _HOLDER.fullmatch(p.name) and p.is_dir())
 
 
 def last_number(root: Path) -> int:
     """The highest number of a snapshot on this node, 0 if there is none."""
     return max((folder.last_number(place) for place in holders(root)), default=0)
+
+
+def begin(root: Path, rank: int, number: int, step: int) -> Path:
+    """Make the folder into which a rank writes what it will hold of a new snapshot.
+
+    Raises: OSError; SnapshotError: others could write in the memory folder.
+    """
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_owned(root)
+    return folder.begin(holder(root, rank), number, step)
+
+
+def check_owned(root: Path) -> None:
+    """A memory file system is everybody's: what is there must be this user's own.
+
+    Raises: SnapshotError: it is not. OSError: it is not there.
+    """
+    link, found = root.lstat(), root.stat()
+    if {link.st_uid, found.st_uid} != {os.geteuid()}:
+        raise SnapshotError(f"{root} is another user's: choose another memory folder")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SnapshotError(
+            f"{root} is writable by other users (mode {stat.S_IMODE(found.st_mode):04o}): make it "
+            "0700, or choose another memory folder"
+        )
 
 
 def remove(root: Path, rank: int) -> None:
@@ -88,11 +117,16 @@ def find(root: Path, group: dist.ProcessGroup) -> InMemory:
 
     Args: root: the memory folder, which need not exist. group: all ranks, gloo.
 
-    Raises: SnapshotError: on all ranks alike: there is none.
+    Raises: SnapshotError: on all ranks alike: there is none, or a rank cannot read its folder, or
+        others could write there.
     """
-    me, here = dist.get_rank(group), _here(root)
+    me, here, error = dist.get_rank(group), {}, ""
+    try:
+        here = _here(root)
+    except Exception as caught:
+        error = str(caught)
     said = {digest: [one.index.number, sorted(one.held)] for digest, one in here.items()}
-    heard = tell(group, said)
+    heard = tell(group, said, error)
     numbers = {digest: one[0] for ranks in heard for digest, one in ranks.items()}
     lacking = ""
     for digest in sorted(numbers, key=lambda d: (-numbers[d], d)):
@@ -113,11 +147,28 @@ def restore(found: InMemory, units: Mapping[str, BuiltUnit], group: dist.Process
     received. Collective.
 
     Args: found: of `find`. units: as `restore.restore`. group: all ranks, gloo; taken over: it is
-        destroyed at the end.
+        destroyed at the end, however that comes.
 
     Raises:
         OtherModel, DamagedSnapshot, SnapshotError, TransportError: as `restore.restore`.
     """
+    transport = TorchTransport(group)
+    try:
+        received = _restore(found, units, group, transport)
+    except BaseException:
+        with contextlib.suppress(ValueError):  # the transport has done so where it failed
+            dist.destroy_process_group(group)
+        raise
+    transport.close()
+    return received
+
+
+def _restore(
+    found: InMemory,
+    units: Mapping[str, BuiltUnit],
+    group: dist.ProcessGroup,
+    transport: TorchTransport,
+) -> int:
     described = check_model(found.index, units, group)
     rank, error, received = dist.get_rank(group), None, 0
     sources: dict[str, list[LocalShard]] = {name: [] for name in units}
@@ -128,19 +179,17 @@ def restore(found: InMemory, units: Mapping[str, BuiltUnit], group: dist.Process
     except Exception as caught:
         error = caught
     agree_done(group, error)
-    transport = TorchTransport(group)
-    for name, unit in described.items():
+    for name in sorted(described):
         source = gather_tables(DescribedUnit(sources[name]).table(rank), group)
-        target = gather_tables(unit.table(rank), group)
+        target = gather_tables(described[name].table(rank), group)
         moves = plan_moves(source, target, rank=rank)
-        received += transport.exchange(moves, sources[name], unit.shards).bytes_received
+        received += transport.exchange(moves, sources[name], described[name].shards).bytes_received
         transport.verify()
     try:
         load_scalars(found.index, units)
     except Exception as caught:
         error = caught
     agree_done(group, error)
-    transport.close()
     return received
 
 
@@ -153,8 +202,14 @@ class _Held:
 
 
 def _here(root: Path) -> dict[str, _Held]:
-    """By digest of the index. What is torn is passed over."""
+    """By digest of the index. What is torn is passed over.
+
+    Raises: OSError, SnapshotError: it cannot be read, or is not this user's own.
+    """
     out: dict[str, _Held] = {}
+    if not root.exists():
+        return out
+    check_owned(root)
     for place in holders(root):
         for _, path in folder.numbered(place):
             try:

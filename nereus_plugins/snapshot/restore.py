@@ -51,7 +51,7 @@ def check_model(
     """
     described, error = {}, ""
     try:
-        for name in units:
+        for name in sorted(units):
             if name not in index.units:
                 known = ", ".join(sorted(index.units))
                 raise SnapshotError(f"the snapshot is of {known}; it has no unit {name!r}")
@@ -67,7 +67,7 @@ def check_model(
         raise SnapshotError(
             "ranks found different snapshots: the folder is not the same one on all nodes"
         )
-    for name in units:
+    for name in sorted(units):  # all ranks the first one first
         here = {
             TensorInfo(tensor, tuple(shape), dtype)
             for _, one in said

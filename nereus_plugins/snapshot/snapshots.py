@@ -15,7 +15,6 @@ import datetime
 import json
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from nereus_plugins.emu.described.base import DescribedUnit, merge_scalars
-from nereus_plugins.emu.table import ShardTable, TableError, TensorInfo
+from nereus_plugins.emu.table import ShardTable, TableError, TensorInfo, concat
 from nereus_plugins.emu.tiling import CoverageError
 from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.scalars import encode
@@ -40,7 +39,7 @@ from nereus_plugins.snapshot.interval import StepTimes, steps_between
 from nereus_plugins.snapshot.parts import PartBox, parts
 from nereus_plugins.snapshot.write import write_file
 from nereus_plugins.spec import Layout
-from nereus_plugins.transport.metadata import gather_tables
+from nereus_plugins.transport.metadata import gather_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +130,12 @@ class _Seen:
     """The units as they are at a boundary, on this rank; all by name."""
 
     described: Mapping[str, DescribedUnit]
-    tables: Mapping[str, ShardTable]
+    tables: Mapping[str, bytes]  # this rank's rows
     layouts: Mapping[str, Layout]
     scalars: Mapping[str, str]  # JSON
-    changed: list[str]  # those that were others, or cut otherwise, at the last snapshot
+    # What the other ranks have to know; "changed": the units that were others, or cut otherwise, at
+    # the last snapshot.
+    said: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,9 @@ class Snapshots:
         """To be called after every step, on all ranks: takes a snapshot when one is due by the
         options. The first is due after the first step of which the time is known.
 
-        Args, Returns, Raises: as `take`.
+        One that cannot be begun is logged, and `last` says why: the job trains on.
+
+        Args, Returns: as `take`.
         """
         now = time.perf_counter()
         if self._stepped_s is not None:
@@ -198,7 +201,13 @@ class Snapshots:
             due = step % self.options.every_steps == 0
         else:
             due = self.options.between_failures_s is not None and step >= self.next_step
-        begun = due and ready and self.take(step, units, epoch=epoch, plan=plan)
+        begun = False
+        if due and ready:
+            begin = time.perf_counter()
+            try:
+                begun = self.take(step, units, epoch=epoch, plan=plan)
+            except SnapshotError as error:
+                self._not_begun(step, begin, error)
         self._stepped_s = time.perf_counter()
         self._busy = self._thread is not None and self._thread.is_alive()
         return begun
@@ -214,27 +223,42 @@ class Snapshots:
         """Begin a snapshot of the units as they are now; training may go on when this returns.
 
         Args:
-            step: iterations done. epoch, plan: of the job; written into the index.
+            step: iterations done. epoch, plan: of the job; written into the index. The plan is
+                JSON-able.
 
         Returns: whether it was begun; not where an earlier one lost a peer (`last.error`).
 
-        Raises: SnapshotError: on all ranks alike: they are at different steps, a unit cannot be
-            described or is held by no rank in part, or there is no memory for the copy.
+        Raises: SnapshotError: on all ranks alike: they say different steps, epochs, plans or
+            layouts, a unit cannot be described or is held by no rank in part, a folder cannot be
+            looked into, or there is no memory for the copy.
         """
         begin = time.perf_counter()
         self.wait()
         if self._group is None:
             return False
         try:
-            work = self._agree(step, epoch, dict(plan or {}), units, begin)
+            work = self._agree(step, epoch, plan, units, begin)
         except PeerLost as lost:
-            logger.error("no snapshot after step %d, nor any later: %s", step, lost)
+            self._not_begun(step, begin, lost)
             return False
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="nereus-snapshot", daemon=True
         )
         self._thread.start()
         return True
+
+    def _not_begun(self, step: int, begin_s: float, error: SnapshotError) -> None:
+        later = ", nor any later" if isinstance(error, PeerLost) else ""
+        logger.error("no snapshot after step %d%s: %s", step, later, error)
+        self.last = Taken(
+            step=step,
+            nbytes=0,
+            blocked_s=time.perf_counter() - begin_s,
+            background_s=0.0,
+            path=None,
+            in_memory=False,
+            error=f"not begun: {error}",
+        )
 
     def wait(self) -> Taken | None:
         """Wait for the snapshot that is under way; what became of the last one."""
@@ -258,7 +282,7 @@ class Snapshots:
         self,
         step: int,
         epoch: int,
-        plan: Mapping[str, Any],
+        plan: Mapping[str, Any] | None,
         units: Mapping[str, ElasticUnit],
         begin_s: float,
     ) -> _Work:
@@ -266,25 +290,17 @@ class Snapshots:
 
         Raises: SnapshotError: on all ranks alike. PeerLost: perhaps not on all.
         """
-        seen, error = _attempt(lambda: self._see(units), None)
-        said = {
-            "step": step,
-            "units": sorted(units),
-            "number": self._last_number(),
-            "node": self.options.node or node_here(),
-            "changed": [] if seen is None else seen.changed,
-        }
-        heard = self._tell(said, error)
+        seen, error = _attempt(lambda: self._see(step, epoch, plan, units), None)
+        heard = self._tell(seen.said if seen is not None else None, error)
         assert seen is not None
-        for key in ("step", "units"):
-            if any(one[key] != said[key] for one in heard):
-                raise SnapshotError(f"ranks are at different {key}s: {[o[key] for o in heard]}")
-        for name in units:
-            if any(name in one["changed"] for one in heard):
-                self._lay_out(name, seen.tables[name])
-        for gone in self._units.keys() - units.keys():
-            del self._units[gone]
-        _, error = _attempt(lambda: self._copy(seen.described), None)
+        _check_alike(heard)
+        # Who copies what is decided anew where a unit has changed on any rank.
+        gathered = {
+            name: self._gather(seen.tables[name])
+            for name in heard[0]["units"]
+            if any(name in one["changed"] for one in heard)
+        }
+        _, error = _attempt(lambda: self._copy(seen, gathered), None)
         self._times.begin()
         blocked_s = time.perf_counter() - begin_s
         last_s = self.last.background_s if self.last is not None else 0.0
@@ -294,26 +310,45 @@ class Snapshots:
             number=1 + max(one["number"] for one in heard),
             step=step,
             epoch=epoch,
-            plan=plan,
+            plan=json.loads(heard[0]["plan"]),
             layouts=seen.layouts,
             scalars=seen.scalars,
             buddy=buddies([one["node"] for one in heard]),
             blocked_s=time.perf_counter() - begin_s,
         )
 
-    def _see(self, units: Mapping[str, ElasticUnit]) -> _Seen:
-        """Raises: what keeps a unit from being described."""
+    def _see(
+        self,
+        step: int,
+        epoch: int,
+        plan: Mapping[str, Any] | None,
+        units: Mapping[str, ElasticUnit],
+    ) -> _Seen:
+        """Raises: what keeps a unit from being described, or this rank from looking around."""
         for name in units:
             if not UNIT_NAME.fullmatch(name):
                 raise SnapshotError(f"unit name {name!r} cannot name a folder")
         described = {name: unit.described() for name, unit in units.items()}
-        tables = {name: unit.table(self._rank) for name, unit in described.items()}
+        tables = {name: unit.table(self._rank).to_bytes() for name, unit in described.items()}
+        layouts = {name: unit.layout() for name, unit in units.items()}
+        said = {
+            "step": step,
+            "epoch": epoch,
+            # As text: what is compared is what the index will say.
+            "plan": json.dumps(dict(plan or {}), sort_keys=True),
+            "units": sorted(units),
+            "layouts": {name: layout.to_dict() for name, layout in layouts.items()},
+            "number": self._last_number(),
+            "node": self.options.node or node_here(),
+            "changed": [name for name, table in tables.items() if not self._knows(name, table)],
+        }
+        json.dumps(said)  # fails here, or not at all
         return _Seen(
             described=described,
             tables=tables,
-            layouts={name: unit.layout() for name, unit in units.items()},
+            layouts=layouts,
             scalars={name: encode(unit.scalars).decode() for name, unit in described.items()},
-            changed=[name for name, table in tables.items() if not self._knows(name, table)],
+            said=said,
         )
 
     def _set_next(self, step: int, heard: list[Any]) -> None:
@@ -334,22 +369,33 @@ class Snapshots:
             in_memory.last_number(memory) if memory is not None else 0,
         )
 
-    def _knows(self, name: str, table: ShardTable) -> bool:
-        return name in self._units and self._units[name].table == table.to_bytes()
+    def _knows(self, name: str, table: bytes) -> bool:
+        return name in self._units and self._units[name].table == table
 
-    def _lay_out(self, name: str, table: ShardTable) -> None:
-        """Decide who copies what. Collective. Raises: SnapshotError: on all ranks alike."""
-        self._units.pop(name, None)  # its memory first
+    def _gather(self, table: bytes) -> list[bytes]:
+        """All ranks' rows of a unit, by rank. Collective. Raises: PeerLost."""
+        return self._together(lambda group: gather_bytes(table, group))
+
+    def _lay_out(self, name: str, tables: Sequence[bytes]) -> None:
+        """Decide who copies what. Args: tables: of `_gather`. Raises: SnapshotError."""
         try:
-            whole = self._together(lambda group: gather_tables(table, group))
+            whole = concat([ShardTable.from_bytes(table) for table in tables])
             mine = parts(whole).get(self._rank, [])
         except (CoverageError, TableError) as error:
             raise SnapshotError(f"unit {name} cannot be copied: {error}") from None
-        self._units[name] = _UnitCopy(table.to_bytes(), whole.tensors, mine)
+        self._units[name] = _UnitCopy(tables[self._rank], whole.tensors, mine)
 
-    def _copy(self, described: Mapping[str, DescribedUnit]) -> None:
-        """Raises: RuntimeError (torch's): no memory for it."""
-        for name, unit in described.items():
+    def _copy(self, seen: _Seen, gathered: Mapping[str, Sequence[bytes]]) -> None:
+        """Args: gathered: of the units that have changed.
+
+        Raises: SnapshotError: no rank has a part of a unit. RuntimeError (torch's): no memory.
+        """
+        # The memory of what is not copied any more first.
+        for gone in (self._units.keys() - seen.described.keys()) | gathered.keys():
+            self._units.pop(gone, None)
+        for name, tables in gathered.items():
+            self._lay_out(name, tables)
+        for name, unit in seen.described.items():
             one = self._units[name]
             if one.copy is None:
                 pinned = any(shard.view.is_cuda for shard in unit.shards)
@@ -395,7 +441,10 @@ class Snapshots:
     def _to_memory(self, work: _Work, root: Path) -> None:
         """Raises: SnapshotError: on all ranks alike; the snapshot before is still there."""
         mine = in_memory.holder(root, self._rank)
-        writing, error = _attempt(lambda: folder.begin(mine, work.number, work.step), mine)
+        writing = folder.writing_place(mine, work.number, work.step)
+        _, error = _attempt(
+            lambda: in_memory.begin(root, self._rank, work.number, work.step), writing
+        )
         try:
             self._tell(None, error)
             index = self._written(work, writing)
@@ -404,12 +453,13 @@ class Snapshots:
             self._tell(None, error)
             _, error = _attempt(lambda: folder.complete(writing, index), writing)
             self._tell(None, error)
-        except SnapshotError:
-            shutil.rmtree(writing, ignore_errors=True)
+        except SnapshotError as error:
+            # With a peer lost, others may have it whole, and it needs this rank's part then.
+            folder.abandon(writing, completed=not isinstance(error, PeerLost))
             raise
         # All ranks have it: what was before is not needed any more.
-        folder.remove_before(mine, work.number)
-        in_memory.remove_stale(root, work.number)
+        _clean_up(lambda: folder.remove_before(mine, work.number))
+        _clean_up(lambda: in_memory.remove_stale(root, work.number))
 
     def _exchange(self, work: _Work, files: list[HostFile], index: Index, writing: Path) -> str:
         """What failed on this rank alone. Raises: PeerLost."""
@@ -433,12 +483,12 @@ class Snapshots:
             if self._rank == 0:
                 path, error = _attempt(lambda: folder.complete(writing, index), writing)
             path = root / self._tell(path.name, error)[0]
-        except SnapshotError:
+        except SnapshotError as error:
             if self._rank == 0:
-                shutil.rmtree(writing, ignore_errors=True)
+                folder.abandon(writing, completed=not isinstance(error, PeerLost))
             raise
         if self._rank == 0:
-            folder.keep_last(root, self.options.keep)
+            _clean_up(lambda: folder.keep_last(root, self.options.keep))
         return path
 
     def _written(self, work: _Work, writing: Path) -> Index:
@@ -519,6 +569,22 @@ def _attempt(do: Callable[[], _T], otherwise: _T) -> tuple[_T, str]:
         return do(), ""
     except Exception as error:
         return otherwise, f"{type(error).__name__}: {error}"
+
+
+def _check_alike(heard: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: SnapshotError: ranks do not say the same of the job. Args: heard: by rank."""
+    for key in ("step", "epoch", "plan", "units", "layouts"):
+        if any(one[key] != heard[0][key] for one in heard):
+            many = key if key.endswith("s") else f"{key}s"
+            raise SnapshotError(f"ranks are at different {many}: {[o[key] for o in heard]}")
+
+
+def _clean_up(do: Callable[[], None]) -> None:
+    """Of what is not needed any more: the snapshot is there, whether this succeeds or not."""
+    try:
+        do()
+    except (OSError, SnapshotError) as error:
+        logger.warning("older snapshots could not be removed: %s", error)
 
 
 def _now() -> str:

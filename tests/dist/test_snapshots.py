@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from nereus_plugins.snapshot.restore import restore
 from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
 from nereus_plugins.spec import Layout
 
-from .spawn import run_ranks
+from .spawn import run_ranks, run_ranks_outcomes
 
 ROWS, WORLD = 10, 2
 
@@ -74,6 +76,7 @@ def several(rank: int, world: int, place: str) -> None:
         assert taken.in_memory
         assert not taken.error
         assert taken.nbytes == ROWS // world * 16
+        assert stat.S_IMODE((root / f"memory{rank}").stat().st_mode) == 0o700
         dist.barrier()
     found, passed_over = folder.find(root / "disk")
     assert [s.index.step for s in found] == [2, 3]
@@ -151,6 +154,17 @@ def refused(rank: int, world: int, place: str) -> None:
         them.take(1, {"rows": Rows(rank, world + 1, 1.0)})  # type: ignore[dict-item]
     with pytest.raises(SnapshotError, match="different units"):
         them.take(1, {f"rows{rank}": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    rows = {"rows": Rows(rank, world, 1.0)}
+    with pytest.raises(SnapshotError, match=r"different epochs: \[0, 1\]"):
+        them.take(1, rows, epoch=rank)  # type: ignore[arg-type]
+    with pytest.raises(SnapshotError, match="different plans"):
+        them.take(1, rows, plan={"actor": rank})  # type: ignore[arg-type]
+    with pytest.raises(SnapshotError, match="rank 1: TypeError"):
+        them.take(1, rows, plan={"actor": {rank} if rank else 0})  # type: ignore[arg-type]
+    other_layout = Rows(rank, world, 1.0)
+    other_layout._layout = Layout(dp=world, sharding="fsdp" if rank else "none")
+    with pytest.raises(SnapshotError, match="different layouts"):
+        them.take(1, {"rows": other_layout})  # type: ignore[dict-item]
     with pytest.raises(SnapshotError, match="rank 1: AttributeError"):
         them.take(1, {"rows": Rows(rank, world, 1.0) if rank == 0 else None})  # type: ignore[dict-item]
     unit = Rows(rank, world, 1.0)
@@ -205,6 +219,150 @@ def no_memory(rank: int, world: int, place: str) -> None:
 
 def test_a_rank_without_memory_for_the_copy_is_named(tmp_path: Path) -> None:
     run_ranks(no_memory, WORLD, str(tmp_path))
+
+
+def looks_nowhere(rank: int, world: int, place: str) -> None:
+    """Rank 1 may not look into its folders."""
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(root / "disk", 1, root / f"memory{rank}"), _group())
+    assert not _take(them, 1, Rows(rank, world, 1.0)).error
+
+    def refuses(_: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    kept = folder.last_number, in_memory._here
+    if rank == 1:
+        folder.last_number, in_memory._here = refuses, refuses  # type: ignore[assignment]
+    with pytest.raises(SnapshotError, match="rank 1: PermissionError"):
+        them.take(2, {"rows": Rows(rank, world, 2.0)})  # type: ignore[dict-item]
+    with pytest.raises(SnapshotError, match=r"rank 1: .*Permission denied"):
+        in_memory.find(root / f"memory{rank}", _group())
+    folder.last_number, in_memory._here = kept  # type: ignore[assignment]
+    assert not _take(them, 2, Rows(rank, world, 2.0)).error
+    them.close()
+
+
+def test_a_rank_that_cannot_look_into_its_folders_is_named(tmp_path: Path) -> None:
+    run_ranks(looks_nowhere, WORLD, str(tmp_path))
+
+
+def trains_on(rank: int, world: int, place: str) -> None:
+    """A snapshot that cannot be begun costs no step; nor does one after which a rank is lost."""
+    them = Snapshots(SnapshotOptions(Path(place), every_steps=1), _group())
+    allocate = snapshots.HostCopy
+
+    def fails(*said: Any, **more: Any) -> Any:
+        raise RuntimeError("not enough memory")
+
+    unit: Any = {"rows": Rows(rank, world, 1.0)}
+    if rank == 1:
+        snapshots.HostCopy = fails  # type: ignore[assignment,misc]
+    assert not them.after_step(1, unit)
+    assert them.last is not None
+    assert them.last.step == 1
+    assert "rank 1: RuntimeError: not enough memory" in them.last.error
+    snapshots.HostCopy = allocate  # type: ignore[misc]
+    assert them.after_step(2, unit)
+    taken = them.wait()
+    assert taken is not None
+    assert not taken.error
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert not them.after_step(3, unit)
+    assert them.last.step == 3
+    assert "a rank is gone" in them.last.error
+    assert not them.after_step(4, unit)
+    assert them.last.step == 3
+
+
+def test_a_job_trains_on_without_a_snapshot(tmp_path: Path) -> None:
+    zero, one = run_ranks_outcomes(trains_on, WORLD, str(tmp_path))
+    assert zero.ok, zero.error
+    assert one.exitcode == -signal.SIGKILL
+
+
+def half_done(rank: int, world: int, place: str) -> None:
+    """Rank 1 cannot begin in memory, then not complete: what was before stays, on all ranks."""
+    memory = Path(place) / f"memory{rank}"
+    them = Snapshots(SnapshotOptions(memory_folder=memory), _group())
+    assert not _take(them, 1, Rows(rank, world, 1.0)).error
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step, name in enumerate(("begin", "complete"), start=2):
+        works = getattr(folder, name)
+        if rank == 1:
+            setattr(folder, name, fails)
+        taken = _take(them, step, Rows(rank, world, float(step)))
+        setattr(folder, name, works)
+        assert "in memory: rank 1: OSError" in taken.error
+        assert [p.name for p in in_memory.holder(memory, rank).iterdir()] == ["000001-step1"]
+        assert in_memory.find(memory, _group()).index.step == 1
+    them.close()
+
+
+def test_what_some_ranks_have_of_a_failed_snapshot_is_removed(tmp_path: Path) -> None:
+    run_ranks(half_done, WORLD, str(tmp_path))
+
+
+def not_removed(rank: int, world: int, place: str) -> None:
+    """Older ones cannot be removed: the new one is there all the same."""
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(root / "disk", 1, root / f"memory{rank}"), _group())
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    folder.remove_before = fails
+    in_memory.remove_stale = fails
+    for step in (1, 2):
+        taken = _take(them, step, Rows(rank, world, float(step)))
+        assert not taken.error
+        assert taken.in_memory
+        assert taken.path is not None
+    dist.barrier()
+    assert [s.index.step for s in folder.find(root / "disk")[0]] == [1, 2]
+    dist.barrier()
+    them.close()
+
+
+def test_older_ones_that_stay_fail_no_snapshot(tmp_path: Path) -> None:
+    run_ranks(not_removed, WORLD, str(tmp_path))
+
+
+def in_any_order(rank: int, world: int, place: str) -> None:
+    """Ranks name their units in different orders; a restore that fails keeps no group."""
+    memory = Path(place) / f"memory{rank}"
+    them = Snapshots(SnapshotOptions(memory_folder=memory), _group())
+    for back in (False, True):
+        order = sorted(("actor", "critic"), reverse=(rank == 1) != back)
+        widths = {"actor": 4, "critic": 6}
+        units: Any = {name: Rows(rank, world, float(back), widths[name]) for name in order}
+        if not back:
+            assert them.take(1, units)
+            taken = them.wait()
+            assert taken is not None
+            assert not taken.error
+        else:
+            group = _group()
+            found = in_memory.find(memory, group)
+            in_memory.restore(found, units, group)
+            for name, width in widths.items():
+                assert torch.equal(units[name].data, Rows(rank, world, 0.0, width).data)
+    group = _group()
+    found = in_memory.find(memory, group)
+    with pytest.raises(OtherModel):
+        in_memory.restore(found, {"actor": Rows(rank, world, 0.0, 5)}, group)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(group)
+    dist.barrier()
+    them.close()
+
+
+def test_ranks_may_name_units_in_any_order(tmp_path: Path) -> None:
+    run_ranks(in_any_order, WORLD, str(tmp_path))
 
 
 def test_what_cannot_be_taken_or_restored_is_said_on_all_ranks(tmp_path: Path) -> None:

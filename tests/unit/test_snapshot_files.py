@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nereus_plugins.emu.boxes import Box, flat_range_to_boxes
 from nereus_plugins.emu.described.base import DescribedUnit, LocalShard
 from nereus_plugins.emu.table import concat
 from nereus_plugins.emu.tiling import CoverageError
-from nereus_plugins.snapshot import folder, read
+from nereus_plugins.snapshot import folder, in_memory, read
 from nereus_plugins.snapshot.blocks import BLOCK_BYTES
 from nereus_plugins.snapshot.errors import DamagedSnapshot, OtherModel, SnapshotError
 from nereus_plugins.snapshot.host_copy import HostCopy
@@ -356,3 +357,46 @@ def test_no_more_open_files_is_not_damage(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Too many open files"):
             folder.find(tmp_path)
     assert not isinstance(caught.value, DamagedSnapshot)
+
+
+def test_what_is_half_removed_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".removing-000001-step1").mkdir()
+    remove = shutil.rmtree
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if ".removing" in path.name and not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert folder.begin(tmp_path, 2, 2).is_dir()
+
+
+def test_a_folder_that_goes_as_it_is_looked_into_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it was there a moment ago
+    assert folder.numbered(tmp_path / "gone") == []
+    assert in_memory.holders(tmp_path / "gone") == []
+
+
+def test_a_memory_folder_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "job"
+    writing = in_memory.begin(root, 0, 1, 1)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert writing.parent == in_memory.holder(root, 0)
+    for mode in (0o770, 0o703):
+        root.chmod(mode)
+        with pytest.raises(SnapshotError, match="writable by other users"):
+            in_memory.begin(root, 0, 2, 2)
+        with pytest.raises(SnapshotError, match="writable by other users"):
+            in_memory._here(root)
+    root.chmod(0o755)
+    assert in_memory._here(root) == {}
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(SnapshotError, match="another user's"):
+        in_memory.begin(root, 0, 2, 2)
