@@ -290,6 +290,7 @@ def test_an_index_can_name_no_file_outside(tmp_path: Path) -> None:
             read_index(outside.to_json(), str(path))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=300))
 def test_no_bytes_crash_the_readers(data: bytes) -> None:
     with pytest.raises(DamagedSnapshot):
