@@ -641,7 +641,7 @@ class Controller:
             "propose",
             f"never tried: expected to save {option.saving_s:.1f} s (+- {option.spread_s:.1f}) of "
             f"{now.step_s:.1f} s a step; to know is worth {found_s:.0f} s over {steps:.0f} steps",
-            plan=option.plan, digest=digest, numbers=numbers,
+            plan=option.plan, digest=digest, trial=True, numbers=numbers,
         )  # fmt: skip
 
     def _same_layout(self, stage: ModelStage, plan: GlobalPlan) -> bool:
@@ -686,13 +686,11 @@ class Controller:
         return self.config.budget * (self._steps + ahead) * (self._step_s or now.step_s)
 
     def _on_trial(self, mean: float) -> bool:
-        """Whether the plan in force, though it seemed no faster, is being tried: its first steps
-        alone would be noise."""
+        """Whether the plan in force is being tried: its first steps alone would be noise."""
         if not self.proofs:
             return False
         last = self.proofs[-1]
-        seemed_no_faster = not last.forced and last.predicted_s <= 0.0
-        return last.open and seemed_no_faster and last.alike(mean)
+        return last.open and last.trial and last.alike(mean)
 
     def _disproved(self, plan: GlobalPlan) -> bool:
         """Whether the plan in force was found slower than this one, which it was entered from."""

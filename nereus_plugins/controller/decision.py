@@ -62,6 +62,7 @@ class Decision(Record):
         plan: what is proposed.
         digest: of the schedule that its transition is predicted to compile to; "" if none moves.
         forced: whether staying was not possible, so that nothing had to be gained.
+        trial: whether the plan is proposed for what running it may tell, not for what it saves.
         numbers: of the plan proposed.
         alternatives: others considered; none where no comparison was due.
     """
@@ -75,6 +76,7 @@ class Decision(Record):
     plan: GlobalPlan | None = None
     digest: str = ""
     forced: bool = False
+    trial: bool = False
     numbers: Numbers | None = None
     alternatives: tuple[Alternative, ...] = ()
 

@@ -29,7 +29,7 @@ class Proof:
     Attributes:
         step: after which it happened. epoch: that was left.
         former, plan: before and after.
-        forced: whether nothing had to be gained.
+        forced: whether nothing had to be gained. trial: whether it was made for what it may tell.
         predicted_s, predicted_spread_s: saving a step, as predicted; of the step of predicted_of_s.
         predicted_stall_s, stall_s: of the transition.
         gpus, mean_tokens: the conditions.
@@ -55,6 +55,7 @@ class Proof:
     savings: list[float] = dataclasses.field(default_factory=list)
     seen: int = 0
     slower: bool = False
+    trial: bool = False
 
     @classmethod
     def begin(cls, decision: Decision, former: GlobalPlan, step: int, stall_s: float) -> Proof:
@@ -64,7 +65,7 @@ class Proof:
         return cls(
             step, decision.epoch, former, decision.plan, decision.forced, numbers.saving_s,
             numbers.saving_spread_s, numbers.step_s, numbers.transition_s or 0.0, stall_s,
-            decision.gpus, decision.mean_response_tokens,
+            decision.gpus, decision.mean_response_tokens, trial=decision.trial,
         )  # fmt: skip
 
     @property

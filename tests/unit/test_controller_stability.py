@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.controller import _Option as Option
 from nereus_plugins.controller.decision import Decision
+from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.controller.plans import Plans
 from nereus_plugins.controller.proof import TRIAL_STEPS
 from nereus_plugins.controller.setting import JobSetting
@@ -100,6 +102,7 @@ def run(
     gpus: Callable[[int, GlobalPlan], Gpus] = lambda _step, _plan: Gpus(16),
     config: ControllerConfig | None = None,
     seed: int = 0,
+    journal: DecisionJournal | None = None,
 ) -> Outcome:
     """A job that begins in the first option and does what the controller says."""
     setting = JobSetting.of(
@@ -111,6 +114,7 @@ def run(
         config or ControllerConfig(),
         now,
         epoch,
+        journal,
         transitions=lambda old, new: TransitionEstimate({"all": transition_s}, "digest"),
     )
     controller.plans = TablePlans(controller.plans, options, table)
@@ -242,20 +246,62 @@ def test_a_plan_that_the_model_thinks_no_better_is_tried(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("gain", [-0.06, -0.02, 0.0])
-def test_a_trial_costs_little(gain: float, seed: int) -> None:
-    """As good as it seemed, or worse: there and, once it was seen through, back; and perhaps once
+@pytest.mark.parametrize("gain", [-0.07, -0.03, -0.01])
+@pytest.mark.parametrize("seems", [-0.01, 0.005, 0.01])
+def test_a_trial_costs_little(seems: float, gain: float, seed: int) -> None:
+    """A plan that seems slower, or faster by less than is changed for, and is slower in truth:
+    there and, once it was seen through, back; and, where the two are nearly alike, perhaps once
     more in 1,000 steps."""
+    more = 1.0 - (1.0 - gain) / (1.0 - seems)  # than it seems
     found = run(
-        [ONE, TWO], gain_of(-0.01), [SHORT] * 1000, transition_s=2.0, factor=hidden_gain(gain),
+        [ONE, TWO], gain_of(seems), [SHORT] * 1000, transition_s=2.0, factor=hidden_gain(more),
         seed=seed,
     )  # fmt: skip
     assert len(found.unforced) <= 3
     assert all(b - a >= TRIAL_STEPS for a, b in itertools.pairwise(found.unforced[:2]))
     assert found.run_s <= 1.01 * min(found.held_s)
-    if gain < 0.0:
+    if gain < -0.01:
         assert len(found.unforced) <= 2
         assert found.run_s <= 1.005 * min(found.held_s)
+
+
+def test_a_trial_is_still_one_after_a_restart(tmp_path: Path) -> None:
+    """Of the controller: past the dwell and before the trial's end, or before the transition."""
+    table, journal = gain_of(0.005), DecisionJournal(tmp_path)
+
+    class Ended(Exception):
+        pass
+
+    def gpus(step: int, _now: GlobalPlan) -> Gpus:
+        if step == 27:
+            raise Ended
+        return Gpus(16)
+
+    with pytest.raises(Ended):
+        run([ONE, TWO], table, [SHORT] * 1000, transition_s=2.0, gpus=gpus, journal=journal)
+    again = Controller.resume(DecisionJournal(tmp_path))
+    again.plans = TablePlans(again.plans, [ONE, TWO], table)
+    assert again.plan == TWO
+    assert again.decide(Gpus(16), 27).reason == f"in this plan for 7 steps, of {TRIAL_STEPS}"
+    path = tmp_path / "decisions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if b'"kind":"propose"' in line)
+    path.write_bytes(b"".join(lines[: at + 1]))
+    again = Controller.resume(DecisionJournal(tmp_path))
+    proposed = again.to_dict()["proposed"][-1]
+    again.observe(
+        TransitionRecord(
+            20, 1, 0.0, "committed", "", {}, {"all": 2.0}, "digest",
+            predicted=Decision.from_dict(proposed).predicted(),
+        )
+    )  # fmt: skip
+    assert again.plan == TWO
+    assert again.proofs[-1].trial
+
+
+def test_what_is_worth_changing_to_is_no_trial() -> None:
+    found = run([ONE, TWO], gain_of(0.05), [SHORT] * 60, transition_s=2.0)
+    assert [proof.trial for proof in found.controller.proofs] == [False]
 
 
 def test_of_plans_equally_fast_the_better_known_is_taken() -> None:
