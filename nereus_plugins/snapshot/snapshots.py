@@ -514,7 +514,7 @@ class Snapshots:
     def _index(self, work: _Work, heard: list[Any]) -> Index:
         """Args: heard: of each rank, its files, its scalars, its clock.
 
-        Raises: ScalarMismatch: ranks disagree about a unit. TypeError: the plan is not JSON.
+        Raises: ScalarMismatch: ranks disagree about a unit.
         """
         units = {
             name: UnitRecord(
@@ -524,7 +524,7 @@ class Snapshots:
             )
             for name, unit in self._units.items()
         }
-        index = Index(
+        return Index(
             number=work.number,
             step=work.step,
             epoch=work.epoch,
@@ -534,8 +534,6 @@ class Snapshots:
             units=units,
             files=tuple(file_record(file) for files, _, _ in heard for file in files),
         )
-        index.to_json()
-        return index
 
     # -- with the other ranks -----------------------------------------------------------------
 

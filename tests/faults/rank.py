@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 from multiprocessing.connection import Connection
@@ -25,7 +24,7 @@ from nereus_plugins.selftest.cases import Case
 from nereus_plugins.selftest.compare import whole_state
 from nereus_plugins.selftest.proofs import STAGING_BYTES, UNIT, make_job, staging_budget
 from nereus_plugins.selftest.ranks import Bench, end_now, end_with_parent, prepare_process
-from nereus_plugins.selftest.snapshots import group_of_all
+from nereus_plugins.selftest.snapshots import group_of_all, state_digest
 from nereus_plugins.snapshot import folder
 from nereus_plugins.snapshot.restore import restore
 from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
@@ -127,12 +126,7 @@ class _Rank:
 
     def digest(self) -> str:
         """Of the whole state of the unit, bits and scalars; collective."""
-        tensors, scalars = whole_state(self._job.described(), self._bench.device)
-        found = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode())
-        for name in sorted(tensors):
-            found.update(name.encode())
-            found.update(tensors[name].numpy().tobytes())
-        return found.hexdigest()
+        return state_digest(whole_state(self._job.described(), self._bench.device))
 
     def save(self, place: str, step: int) -> None:
         """A snapshot on disk; collective."""

@@ -207,9 +207,7 @@ def test_last_words_say_what_records_lack(driver: Driver) -> None:
     no_space_for_records(driver)
     attempt.ended("failed", "rank 1 died")
     assert driver.failed(attempt).startswith(" (the records lack this: ")
-    assert (
-        driver.journal.current() is None
-    )  # the journal has room: what is not in force is not there
+    assert driver.journal.current() is None  # it has room, and nothing that is not in force
 
 
 def test_last_words_say_what_the_journal_still_has(driver: Driver) -> None:

@@ -126,18 +126,23 @@ class DeepSpeedUnit:
 
     def free_gradients(self) -> None:
         # Of a model that sleeps DeepSpeed itself takes the buffers away and brings them back.
-        if self._current.engine is not None and not openrlhf_private.sleeps(self._worker):
+        if self._current.engine is not None and self._sleeper() is None:
             free_gradients(self._current.engine)
 
     def wake(self) -> None:
         """Have the state of a model that sleeps on the device. Local."""
-        if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
-            openrlhf_private.wake(self._current.engine)
+        if (engine := self._sleeper()) is not None:
+            openrlhf_private.wake(engine)
 
     def put_to_sleep(self) -> None:
         """The inverse of `wake`, where OpenRLHF has the model sleep. Local."""
-        if self._current.engine is not None and openrlhf_private.sleeps(self._worker):
-            openrlhf_private.put_to_sleep(self._current.engine)
+        if (engine := self._sleeper()) is not None:
+            openrlhf_private.put_to_sleep(engine)
+
+    def _sleeper(self) -> Any:
+        """DeepSpeed's engine where OpenRLHF has the model sleep, else None."""
+        engine = self._current.engine
+        return engine if engine is not None and openrlhf_private.sleeps(self._worker) else None
 
     def build(self, layout: Layout) -> BuiltModel:
         building = self.building
