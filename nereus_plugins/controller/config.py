@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from nereus_plugins.spec import Record
-from nereus_plugins.spec.record import require_choice, require_int, require_number
+from nereus_plugins.spec.record import (
+    require,
+    require_choice,
+    require_int,
+    require_number,
+    unknown_key,
+)
 
 MODES = ("observe", "advise", "act")
 
@@ -39,3 +47,32 @@ class ControllerConfig(Record):
         require_int(name, "look_ahead_steps", self.look_ahead_steps)
         require_number(name, "budget", self.budget, minimum=0.0, maximum=1.0)
         require_int(name, "dwell_steps", self.dwell_steps, minimum=0)
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(ControllerConfig))
+
+
+def read_settings(settings: Any, where: str) -> ControllerConfig | None:
+    """Of a job, as its configuration has them; None: mode off, or no mode.
+
+    Args: where: the setting that holds them, for messages.
+
+    Raises: SpecError naming the setting.
+    """
+    if settings is None:
+        return None
+    require(
+        isinstance(settings, Mapping),
+        f"{where} must be a mapping of settings, like {{mode: act}}, got {settings!r:.60}",
+    )
+    # YAML reads a bare off as false.
+    if settings.get("mode", False) in (False, "off"):
+        for key in settings:
+            if key not in SETTINGS:
+                raise unknown_key(key, SETTINGS, where)
+        return None
+    require(
+        settings["mode"] in MODES,
+        f"{where}.mode must be one of off, {', '.join(MODES)}; got {settings['mode']!r}",
+    )
+    return ControllerConfig.from_dict(settings, where=where)

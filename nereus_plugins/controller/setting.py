@@ -10,6 +10,15 @@ from nereus_plugins.spec import LengthDistribution, ModelStage, Record
 from nereus_plugins.spec.record import require, require_bool, require_int
 from nereus_plugins.trace.conditions import Setting
 
+# Before a step was seen: the median of responses as a part of the longest, and the spread of their
+# logarithm, as `nereus check` assumes them. What is measured takes their place.
+MEDIAN, SIGMA = 0.5, 0.6
+
+
+def first_lengths(longest: int) -> LengthDistribution:
+    """Of responses, before any was seen. Args: longest: where they are cut, in tokens."""
+    return LengthDistribution.lognormal(max(1.0, MEDIAN * longest), SIGMA, max_tokens=longest)
+
 
 @dataclasses.dataclass(frozen=True)
 class Changeable(Record):

@@ -12,9 +12,10 @@ from nereus_verl.config import NereusConfig, check_plan
 from nereus_verl.planned import executable
 from nereus_verl.preflight import Preflight, plan_targets
 from nereus_verl.rollout import global_plan_rollout, start_rollout
-from nereus_verl.setting import cluster, job_setting, known_gpu
+from nereus_verl.setting import job_setting
 
 from nereus_plugins.controller.config import ControllerConfig
+from nereus_plugins.controller.devices import cluster, known_gpu
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.planner import plan
 from nereus_plugins.spec import (

@@ -117,7 +117,7 @@ def test_a_job_that_the_controller_cannot_plan_for_runs_without_it(
         raise SpecError("JobSpec: a model that no table has")
 
     monkeypatch.setattr(setting, "job_setting", job_setting)
-    run._begin_controller()
+    run._controller.begin(run._setting, run.describe(), run.epoch())
     assert "no controller: JobSpec: a model" in capsys.readouterr().out
     assert run.controller_ms() is None
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereus_plugins.control.schedule import check_schedule
-from nereus_plugins.controller.config import MODES, ControllerConfig
+from nereus_plugins.controller.config import ControllerConfig, read_settings
 from nereus_plugins.spec import Assignment, FrozenMap, GlobalPlan, Knobs, Layout, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
@@ -136,30 +136,8 @@ class NereusConfig(Record):
                 values[name] = as_float(values[name])
         if values.get("schedule") is None:
             values.pop("schedule", None)
-        values["controller"] = _controller(values.get("controller"))
+        values["controller"] = read_settings(values.get("controller"), "nereus.controller")
         return cls(**values)
-
-
-def _controller(settings: Any) -> ControllerConfig | None:
-    """Raises: SpecError naming the setting."""
-    where = "nereus.controller"
-    if settings is None:
-        return None
-    require(
-        isinstance(settings, Mapping),
-        f"{where} must be a mapping of settings, like {{mode: act}}, got {settings!r:.60}",
-    )
-    # YAML reads a bare off as false.
-    if settings.get("mode", False) in (False, "off"):
-        for key in settings:
-            if key not in (names := [f.name for f in dataclasses.fields(ControllerConfig)]):
-                raise unknown_key(key, names, where)
-        return None
-    require(
-        settings["mode"] in MODES,
-        f"{where}.mode must be one of off, {', '.join(MODES)}; got {settings['mode']!r}",
-    )
-    return ControllerConfig.from_dict(settings, where=where)
 
 
 def _check_scheduled(plan: Any, where: str) -> Mapping[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +10,9 @@ from typing import Any
 from nereus_plugins.control.attempt import listed
 from nereus_plugins.control.driver import Driver, Scheduled, say
 from nereus_plugins.control.inbox import Inbox, Submitted
+from nereus_plugins.control.job_controller import JobController
+from nereus_plugins.control.usable import usable_gpus
+from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.job import Capabilities, Gpus, Proposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
@@ -21,15 +22,16 @@ from nereus_verl import (
     jobconfig,
     knobs,
     last_words,
+    setting,
     stamp,
     verl_private,
     worker,
 )
 from nereus_verl.answers import Answers
 from nereus_verl.asked import Asked
-from nereus_verl.controller import JobController
 from nereus_verl.driver import call_all, submit
 from nereus_verl.knobs import UnitKnobs
+from nereus_verl.planned import executable
 from nereus_verl.preflight import Preflight
 from nereus_verl.preparing import Preparing
 from nereus_verl.ranks import SETUP_TIMEOUT_S, Ranks, Setup
@@ -50,12 +52,17 @@ class VerlJob:
     def __init__(self, checked: Preflight, ranks: Ranks) -> None:
         self.checked = checked
         self._ranks = ranks
-        self._controller = JobController(checked, ranks, self.gpus)
+        self._controller = JobController(
+            checked.nereus.controller,
+            checked.run_dir,
+            self.gpus,
+            lambda plan: executable(plan, checked.config).to_dict(),
+        )
         inbox = Inbox(
             self._check_submitted,
             adapt=self._controller.adapted,
             more=self._controller.about,
-            takes_gpus=self._controller.no_gpus(),
+            takes_gpus=self._controller.no_gpus(checked.ranks_may_change()),
         )
         self._driver = Driver(checked.run_dir, inbox, self._state)
         self._answers = Answers(checked.nereus.timeout_s)
@@ -104,11 +111,17 @@ class VerlJob:
             name = str(jobconfig.select(self.checked.config, "trainer.experiment_name", ""))
             self._driver.listen(name)
         if self._controller.wanted:
-            self._begin_controller()
+            self._controller.begin(self._setting, self.describe(), self.epoch())
 
-    def _begin_controller(self) -> None:
-        (device,) = self._answers.call(self._ranks.current[:1], "device", worker.device)
-        self._controller.begin(device, self.capabilities(), self.describe(), self.epoch())
+    def _setting(self) -> JobSetting:
+        """What the controller is told of this job."""
+        ranks = self._ranks
+        (device,) = self._answers.call(ranks.current[:1], "device", worker.device)
+        if not device["memory_bytes"]:  # of a CPU without a budget: the host's, shared
+            device["memory_bytes"] = worker.host_bytes() // len(ranks)
+        most = max(ranks.in_cluster(), self.checked.most_ranks())
+        steps = int(ranks.trainer.total_training_steps)
+        return setting.job_setting(self.checked, self.capabilities(), device, most, steps)
 
     def close(self) -> None:
         """Take no more commands; the rollout is over."""
@@ -148,17 +161,7 @@ class VerlJob:
         if not self.checked.ranks_may_change():
             return Gpus(world)
         granted, draining = self._driver.inbox.granted(), self._ranks.draining()
-        keep, left_s = world, math.inf
-        if draining:
-            keep = max(1, world - len(draining))
-            left_s = max(min(draining.values()) - time.time(), 0.0)
-        if granted is not None and granted.gpus < world:
-            keep = min(keep, granted.gpus)
-            left_s = min(left_s, max(granted.deadline - time.monotonic(), 0.0))
-        if keep < world:
-            return Gpus(world, world - keep, left_s)
-        most = world + self._ranks.free()
-        return Gpus(most if granted is None else min(most, granted.gpus))
+        return usable_gpus(world, self._ranks.free(), granted, draining)
 
     def observe(self) -> StepRecord | None:
         return self._driver.last

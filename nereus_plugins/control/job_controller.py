@@ -1,33 +1,43 @@
-"""The controller of a verl job, as its driver sees it: a process, and what it takes and is told."""
+"""The controller of a live job, as its driver sees it: a process, and what it takes and is told."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from nereus_plugins.control.beside import Beside, Launch
 from nereus_plugins.control.driver import SUBMITTED, say
 from nereus_plugins.control.live import gpus_to
-from nereus_plugins.job import Capabilities, Gpus
+from nereus_plugins.controller.config import ControllerConfig
+from nereus_plugins.controller.setting import JobSetting
+from nereus_plugins.job import Gpus
 from nereus_plugins.spec import GlobalPlan, SpecError
-from nereus_verl import setting, worker
-from nereus_verl.planned import executable
-from nereus_verl.preflight import Preflight
-from nereus_verl.ranks import Ranks
 
 
 class JobController:
     """What there is of it where the settings have none: it says so.
 
-    Args: checked: the job's settings. ranks: its ranks. gpus: those that it may use.
+    Args:
+        config: None: the settings have none.
+        run_dir: the job's.
+        gpus: which GPUs the job may use (`nereus_plugins.job.JobPort.gpus`).
+        adapt: its plan as this job can run it, as plans are written; raises SpecError.
     """
 
-    def __init__(self, checked: Preflight, ranks: Ranks, gpus: Callable[[], Gpus]) -> None:
-        self._checked = checked
-        self._ranks = ranks
+    def __init__(
+        self,
+        config: ControllerConfig | None,
+        run_dir: Path,
+        gpus: Callable[[], Gpus],
+        adapt: Callable[[GlobalPlan], Mapping[str, Any]],
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
         self._gpus = gpus
+        self._adapt = adapt
         self._beside: Beside | None = None
         self._global_plan: dict[str, Any] = {}  # in force
         self._spent_s = 0.0  # by the driver, since it was asked last
@@ -35,40 +45,23 @@ class JobController:
     @property
     def wanted(self) -> bool:
         """Whether the settings have one."""
-        return self._checked.nereus.controller is not None
+        return self._config is not None
 
-    def begin(
-        self, device: dict[str, Any], can: Capabilities, plan: GlobalPlan, epoch: int
-    ) -> None:
+    def begin(self, setting: Callable[[], JobSetting], plan: GlobalPlan, epoch: int) -> None:
         """Start its process; where that cannot be, the job runs without it.
 
         Args:
-            device: of one rank (`worker.device`). can: of the job. plan, epoch: in force.
+            setting: says what it is told of the job; raises SpecError. plan, epoch: in force.
         """
-        checked, ranks = self._checked, self._ranks
-        assert checked.nereus.controller is not None
-        if not device["memory_bytes"]:  # of a CPU without a budget: the host's, shared
-            device["memory_bytes"] = worker.host_bytes() // len(ranks)
+        assert self._config is not None
         try:
-            launch = Launch(
-                setting.job_setting(
-                    checked,
-                    can,
-                    device,
-                    max(ranks.in_cluster(), checked.most_ranks()),
-                    int(ranks.trainer.total_training_steps),
-                ),
-                checked.nereus.controller,
-                plan,
-                epoch,
-            )
-            launch.write(checked.run_dir)
+            Launch(setting(), self._config, plan, epoch).write(self._run_dir)
         except (OSError, SpecError) as error:
             say(f"no controller: {error}")
             return
-        self._beside = Beside(checked.run_dir, say)
+        self._beside = Beside(self._run_dir, say)
         self._beside.start()
-        say(f"controller in mode {launch.config.mode}: nereus decisions {checked.run_dir}")
+        say(f"controller in mode {self._config.mode}: nereus decisions {self._run_dir}")
 
     def close(self) -> None:
         if self._beside is not None:
@@ -76,12 +69,11 @@ class JobController:
 
     def adapted(self, plan: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its plan as this job can run it. Raises: SpecError."""
-        found = GlobalPlan.from_dict(plan, where=SUBMITTED)
-        return executable(found, self._checked.config).to_dict()
+        return self._adapt(GlobalPlan.from_dict(plan, where=SUBMITTED))
 
     def about(self) -> dict[str, Any]:
         """For the status, asked in a thread of the server."""
-        config, beside = self._checked.nereus.controller, self._beside
+        config, beside = self._config, self._beside
         if config is None or beside is None:
             return {}
         state = {"mode": config.mode, "running": beside.running, "restarts": beside.restarts}
@@ -91,11 +83,11 @@ class JobController:
             "global_plan": self._global_plan,
         }
 
-    def no_gpus(self) -> str:
+    def no_gpus(self, ranks_may_change: bool) -> str:
         """Why nobody can say which GPUs the job may use, "" if they can."""
         if not self.wanted:
             return "this job has no controller (nereus.controller.mode=off)"
-        if not self._checked.ranks_may_change():
+        if not ranks_may_change:
             return "the set of ranks of this job cannot change"
         return ""
 
