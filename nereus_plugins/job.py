@@ -48,6 +48,9 @@ class Capabilities:
     devices_fixed: whether the set of ranks must stay as it is.
     refused: features that keep a job from being adapted at all, whether this job uses them or not.
     colocated: whether every stage works on all ranks, in their order.
+    sharing_fixed: whether model-stages that share GPUs go on sharing them, and others never do;
+        how many GPUs each such group has may change, those of models before the rollout's. Each
+        model then has settings of its own.
     dp_divides: samples that the dp of every training-engine stage must divide; None: any dp.
     least_budget_tokens: what a micro-batch by token budget must hold at least, over all ranks that
         share a sequence.
@@ -60,6 +63,7 @@ class Capabilities:
     devices_fixed: bool
     refused: tuple[Refusal, ...]
     colocated: bool = False
+    sharing_fixed: bool = False
     dp_divides: int | None = None
     least_budget_tokens: int = 0
 

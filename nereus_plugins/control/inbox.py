@@ -91,6 +91,7 @@ class Inbox:
         adapt: makes a controller's plan one that the job can run; raises as `check`.
         more: further fields of the status as they are when it is asked for; as `check`.
         takes_gpus: why commands cannot say which GPUs the job may use; "": they can.
+        fewest_gpus: how many it cannot go on without.
     """
 
     def __init__(
@@ -100,11 +101,13 @@ class Inbox:
         adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda plan: plan,
         more: Callable[[], Mapping[str, Any]] = dict,
         takes_gpus: str = "this job has no controller",
+        fewest_gpus: int = 1,
     ) -> None:
         self._check = check
         self._adapt = adapt
         self._more = more
         self._takes_gpus = takes_gpus
+        self._fewest_gpus = fewest_gpus
         self._granted: Granted | None = None
         self._changed = threading.Condition()
         self._job: dict[str, Any] = {"epoch": 0}
@@ -184,8 +187,8 @@ class Inbox:
             self._require_epoch(epoch)
             if self._takes_gpus:
                 raise Refused(self._takes_gpus)
-            if gpus < 1:
-                raise Refused("a job takes at least one GPU")
+            if gpus < self._fewest_gpus:
+                raise Refused(f"this job cannot go on with fewer than {self._fewest_gpus} GPUs")
             self._granted = Granted(gpus, time.monotonic() + notice_s)
         return self.status()
 

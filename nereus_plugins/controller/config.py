@@ -50,6 +50,7 @@ class ControllerConfig(Record):
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(ControllerConfig))
+RATIOS = ("confidence", "least_gain", "budget")  # of these, those that need not be whole
 
 
 def read_settings(settings: Any, where: str) -> ControllerConfig | None:

@@ -117,7 +117,9 @@ class Controller:
         self.epoch = epoch
         self._journal = journal
         self._clock = clock
-        self._transitions = transitions or GraphEstimator(setting.setting)
+        self._transitions = transitions or GraphEstimator(
+            setting.setting, sharing_fixed=setting.sharing_fixed
+        )
         self.learned = Learned()
         self.plans = Plans(setting, self.learned)
         self.lengths = LengthForecast()

@@ -42,7 +42,7 @@ class JobSetting(Record):
         changes: by model-stage, what the adapter can change. A stage not named never changes.
         coupled: model-stages that must share one layout.
         devices_fixed: whether the set of ranks stays as it is.
-        colocated, dp_divides, least_budget_tokens: as in `Capabilities`.
+        colocated, sharing_fixed, dp_divides, least_budget_tokens: as in `Capabilities`.
     """
 
     setting: Setting
@@ -53,13 +53,14 @@ class JobSetting(Record):
     coupled: tuple[tuple[ModelStage, ...], ...] = ()
     devices_fixed: bool = False
     colocated: bool = False
+    sharing_fixed: bool = False
     dp_divides: int | None = None
     least_budget_tokens: int = 0
 
     def __post_init__(self) -> None:
         require_int("JobSetting", "max_response_tokens", self.max_response_tokens)
         require_int("JobSetting", "steps", self.steps)
-        for name in ("devices_fixed", "colocated"):
+        for name in ("devices_fixed", "colocated", "sharing_fixed"):
             require_bool("JobSetting", name, getattr(self, name))
         require(
             isinstance(self.response_tokens, LengthDistribution),
@@ -88,6 +89,7 @@ class JobSetting(Record):
             tuple(tuple(sorted(group, key=str)) for group in capabilities.coupled),
             capabilities.devices_fixed,
             capabilities.colocated,
+            capabilities.sharing_fixed,
             capabilities.dp_divides,
             capabilities.least_budget_tokens,
         )
@@ -105,6 +107,7 @@ class JobSetting(Record):
             devices_fixed=self.devices_fixed,
             refused=(),
             colocated=self.colocated,
+            sharing_fixed=self.sharing_fixed,
             dp_divides=self.dp_divides,
             least_budget_tokens=self.least_budget_tokens,
         )

@@ -54,8 +54,10 @@ def engines_of(assignment: Assignment) -> frozenset[tuple[object, ...]]:
 class GraphEstimator:
     """An `Estimator` by the transition's own graph, its answers kept."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, sharing_fixed: bool = False) -> None:
+        """Args: sharing_fixed: as in `Capabilities`."""
         self.job, self.cluster = setting.job, setting.cluster
+        self.sharing_fixed = sharing_fixed
         self.units = planned_units(self.job)
         self._known: dict[tuple[object, object], TransitionEstimate | None] = {}
 
@@ -69,6 +71,8 @@ class GraphEstimator:
         return self._known[key]
 
     def _estimated(self, old: GlobalPlan, new: GlobalPlan) -> TransitionEstimate:
+        if self.sharing_fixed:
+            old, new = apart(old, new)
         seconds: dict[str, float] = {}
         rolls = ModelStage.ACTOR_GENERATE
         if rolls in new.assignments and engines_of(new.assignments[rolls]) - engines_of(
@@ -81,6 +85,27 @@ class GraphEstimator:
         if moved is None:
             return TransitionEstimate(seconds, "")
         return TransitionEstimate(seconds | dict(moved.seconds), moved.schedule.digest)
+
+
+def apart(old: GlobalPlan, new: GlobalPlan) -> tuple[GlobalPlan, GlobalPlan]:
+    """The two plans with the devices of each group of stages that share them where they lie while
+    it changes: its first ranks stay, further ones are beside all other groups."""
+    groups: dict[tuple[int, ...], list[ModelStage]] = {}
+    for stage in sorted(old.assignments, key=lambda s: min(old.assignments[s].devices)):
+        groups.setdefault(old.assignments[stage].devices, []).append(stage)
+    moved: tuple[dict[ModelStage, Assignment], ...] = ({}, {})
+    first = 0
+    for stages in groups.values():
+        widest = 0
+        for plan, into in zip((old, new), moved, strict=True):
+            for stage in stages:
+                one = plan.assignments[stage]
+                size = one.layout.world_size
+                devices = tuple(range(first, first + size))
+                into[stage] = Assignment(one.layout, one.knobs, devices)
+                widest = max(widest, size)
+        first += widest
+    return GlobalPlan(moved[0], name=old.name), GlobalPlan(moved[1], name=new.name)
 
 
 @dataclasses.dataclass

@@ -117,6 +117,16 @@ def layouts(
                             )  # fmt: skip
 
 
+def zero_layouts(now: Layout, gpus: int, *, trains: bool) -> list[Layout]:
+    """Layouts of a model that DeepSpeed runs as `now`: on all of `gpus` ranks, under its ZeRO stage
+    and those that the planner knows. A model that only reads is whole, or sharded by ZeRO-3."""
+    each = now.world_size // now.dp
+    if gpus % each:
+        return []
+    stages = dict.fromkeys((now.sharding, "zero2" if trains else "none", "zero3"))
+    return [dataclasses.replace(now, dp=gpus // each, sharding=stage) for stage in stages]
+
+
 def knob_choices(
     workload: WorkloadSpec, *, trains: bool, ranks: int = 1, least_budget: int = 0
 ) -> Iterator[Knobs]:
@@ -223,6 +233,7 @@ def unit_candidates(
     capacity_bytes: float,
     *,
     in_force: Assignment | None = None,
+    running: bool = False,
     uneven: bool = True,
     only: frozenset[Choice] | None = None,
     each_layout: bool = False,
@@ -236,6 +247,7 @@ def unit_candidates(
         uneven: whether pipeline stages may differ in size. No running job can be taken there, since
             a transition has no layout that says so: only plans to launch may.
         in_force: its layout and knobs are choices as well.
+        running: the job has been launched, so that models of DeepSpeed have settings of their own.
         only: cost just these, as an earlier call returned them.
         least_budget: see `knob_choices`.
         each_layout: keep the best of every layout, for units that must share one; of DeepSpeed
@@ -248,6 +260,8 @@ def unit_candidates(
     choice_of: list[Choice] = []
     if only is not None:
         known = sorted({layout for layout, _ in only}, key=str)
+    elif running and in_force is not None and job.backend == "deepspeed":
+        known = zero_layouts(in_force.layout, gpus, trains=trains)
     else:
         known = list(layouts(job, model, gpus, cluster.gpus_per_node, longest, uneven=uneven))
         if in_force is not None and in_force.layout.world_size == gpus:

@@ -41,6 +41,7 @@ class Coupled(NamedTuple):
     stages: Mapping[ModelStage, StageChanges] = {}
     devices_fixed: bool = False
     colocated: bool = False
+    sharing_fixed: bool = False
     dp_divides: int | None = None
     least_budget_tokens: int = 0
 

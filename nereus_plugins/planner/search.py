@@ -79,6 +79,9 @@ class Changes(Protocol):
     def colocated(self) -> bool: ...
 
     @property
+    def sharing_fixed(self) -> bool: ...
+
+    @property
     def dp_divides(self) -> int | None: ...
 
     @property
@@ -315,6 +318,64 @@ def _placement_of(
     return out
 
 
+def _regrouped(
+    current: GlobalPlan,
+    units: Mapping[str, tuple[ModelStage, ...]],
+    gpus: int,
+    divides: int | None,
+) -> list[Mapping[str, Place]]:
+    """Placements in which the units share GPUs as they do now: as it is, and with each group on
+    every number of GPUs that its dp may take, the rollout on what is left. Groups lie one after the
+    other, in their order.
+
+    Those that can be reached: models that grow need GPUs while those that shrink, and the rollout,
+    still have theirs.
+
+    Args: divides: what dp has to divide, if anything.
+    """
+    now = _placement_of(current, units)
+    groups: dict[Place, list[str]] = {}
+    for name in sorted(now, key=lambda one: min(now[one])):
+        groups.setdefault(now[name], []).append(name)
+
+    def each(name: str) -> int:
+        layout = current.assignments[units[name][-1] if name in units else S.ACTOR_GENERATE].layout
+        return layout.world_size // layout.dp
+
+    most = gpus if divides is None else divides
+    replicas = [dp for dp in range(1, most + 1) if divides is None or divides % dp == 0]
+    sizes = []
+    for names in groups.values():
+        if names == ["rollout"]:
+            sizes.append([0])  # what the others leave
+        else:
+            step = math.lcm(*(each(name) for name in names))
+            sizes.append([step * dp for dp in replicas if step * dp < gpus])
+    while math.prod(map(len, sizes)) > _MOST_PLACEMENTS:
+        widest = max(range(len(sizes)), key=lambda i: len(sizes[i]))
+        sizes[widest] = sizes[widest][::2]
+    meanwhile = max(gpus, len(current.devices))
+    out: list[Mapping[str, Place]] = [now] if max(current.devices) < gpus else []
+    for chosen in itertools.product(*sizes):
+        held = (max(size, len(place)) for size, place in zip(chosen, groups, strict=True))
+        if sum(held) > meanwhile:
+            continue
+        left = gpus - sum(chosen)
+        placement: dict[str, Place] = {}
+        first = 0
+        for names, size in zip(groups.values(), chosen, strict=True):
+            taken = size or left // each("rollout") * each("rollout")
+            placement |= dict.fromkeys(names, tuple(range(first, first + taken)))
+            first += taken
+        if first <= gpus and all(placement.values()) and placement not in out:
+            out.append(placement)
+    return out
+
+
+# Of these a search tries no more; sizes are then thinned, the widest range first.
+_MOST_PLACEMENTS = 2000
+
+
 def _coupled_units(capabilities: Changes | None, names: Iterable[str]) -> list[frozenset[str]]:
     """Sets of two units or more that must share one layout."""
     groups = []
@@ -385,10 +446,11 @@ class _Command(NamedTuple):
 
 
 def _commands(
-    job: JobSpec, placement: Mapping[str, Place], actors: Iterable[Candidate]
+    job: JobSpec, placement: Mapping[str, Place], actors: Iterable[Candidate], running: bool
 ) -> Sequence[_Command | None]:
-    """The settings among which a DeepSpeed plan has to choose one; [None] for other engines."""
-    if job.backend != "deepspeed":
+    """The settings among which a DeepSpeed plan has to choose one; [None] for other engines, and
+    for a job that is running, whose models have settings of their own."""
+    if job.backend != "deepspeed" or running:
         return [None]
     found = dict.fromkeys(_Command.of(one) for one in actors)
     if "critic" not in placement or job.cpu_adam:
@@ -460,6 +522,7 @@ def plan(
         held = after.shortlist
     near: dict[Key, frozenset[Choice]] = {}
 
+    regroups = capabilities is not None and capabilities.sharing_fixed and current is not None
     groups = _coupled_units(capabilities, [*units, "rollout"])
     coupled = frozenset[str]().union(*groups)
 
@@ -482,7 +545,7 @@ def plan(
             else:
                 made, near[key] = unit_candidates(
                     job, units[name], count, pool.cluster, workload, calibration, allowed,
-                    rejected, capacity(pool), in_force=in_force,
+                    rejected, capacity(pool), in_force=in_force, running=regroups,
                     each_layout=name in coupled or job.backend == "deepspeed",
                     only=held.choices.get(key) if held else None, uneven=current is None,
                     least_budget=capabilities.least_budget_tokens if capabilities else 0,
@@ -495,6 +558,10 @@ def plan(
         placements = held.placements
     elif capabilities is not None and capabilities.devices_fixed and current is not None:
         placements = [_placement_of(current, units)]
+    elif regroups:
+        assert capabilities is not None
+        assert current is not None
+        placements = _regrouped(current, units, total, capabilities.dp_divides)
     elif isinstance(cluster, Pools):
         placements = _pool_placements(job, pools)
     else:
@@ -521,7 +588,8 @@ def plan(
         if any(len({placement[name] for name in group}) > 1 for group in groups):
             rejected("capability", "units that must share a layout on different GPUs", 0.0)
             continue
-        for command in _commands(job, placement, candidates("actor", placement["actor"])):
+        actors = candidates("actor", placement["actor"])
+        for command in _commands(job, placement, actors, regroups):
             options = []
             for place, names in parts.items():
                 choices = {name: candidates(name, place) for name in names}
