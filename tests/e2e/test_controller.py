@@ -19,6 +19,7 @@ from nereus_verl.demo.task import make_task
 from nereus_plugins.control import cli
 from nereus_plugins.controller.journal import DecisionJournal
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
+from tests.e2e.controllers import controllers
 from tests.e2e.jobs import TIMEOUT_S, differences, small_job
 
 ARL = "actor_rollout_ref"
@@ -45,17 +46,6 @@ def _records(work: Path, kind: type[Any]) -> list[Any]:
 def _decisions(work: Path) -> list[dict[str, Any]]:
     entries = DecisionJournal(work / "checkpoints" / "nereus").read()
     return [entry["decision"] for entry in entries if entry["kind"] == "decision"]
-
-
-def _controllers(work: Path) -> list[int]:
-    """Processes of controllers of the job in `work`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"nereus_plugins.control.live" in words and str(work).encode() in b"".join(words):
-                found.append(int(entry.name))
-    return found
 
 
 def test_a_job_leaves_a_gpu_that_is_taken_from_it(tmp_path: Path) -> None:
@@ -94,7 +84,7 @@ def test_a_job_leaves_a_gpu_that_is_taken_from_it(tmp_path: Path) -> None:
     spent = [one.metrics["nereus/controller_ms"] for one in steps if one.step != record.step]
     assert len(spent) == 5
     assert max(spent) < 5.0
-    assert not _controllers(work)
+    assert not controllers(work)
     assert "the controller ended" not in result.log.read_text()
 
 
@@ -106,7 +96,7 @@ def _killing(work: Path) -> Iterator[list[int]]:
 
     def kill() -> None:
         while not over.wait(0.1):
-            for pid in _controllers(work):
+            for pid in controllers(work):
                 time.sleep(0.5)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +19,21 @@ from nereus_openrlhf.config import NereusConfig  # noqa: E402
 from nereus_openrlhf.engines import EnginesLost  # noqa: E402
 from nereus_openrlhf.job import OpenRlhfJob  # noqa: E402
 from nereus_openrlhf.ranks import Change, Seats, UnitRanks  # noqa: E402
+from nereus_openrlhf.stage_times import StageTimes  # noqa: E402
 
 from nereus_plugins.control.attempt import TransitionFailed  # noqa: E402
 from nereus_plugins.control.driver import JOURNAL_FILE  # noqa: E402
 from nereus_plugins.control.workers import WorkersFailed  # noqa: E402
+from nereus_plugins.controller.config import ControllerConfig  # noqa: E402
 from nereus_plugins.gtg.journal import Journal  # noqa: E402
-from nereus_plugins.spec import Layout, SpecError  # noqa: E402
+from nereus_plugins.job import Gpus  # noqa: E402
+from nereus_plugins.spec import (  # noqa: E402
+    Assignment,
+    GlobalPlan,
+    Layout,
+    ModelStage,
+    SpecError,
+)
 from nereus_plugins.trace.record import TransitionRecord, read_records  # noqa: E402
 from tests.unit.test_openrlhf_config import arguments, space  # noqa: E402
 
@@ -39,12 +50,18 @@ class Group:
         self._actor_handlers = list(handles)
 
 
-def started(folder: Path, schedule: dict[int, Any], **changes: Any) -> OpenRlhfJob:
+def started(
+    folder: Path,
+    schedule: dict[int, Any],
+    *,
+    controller: ControllerConfig | None = None,
+    **changes: Any,
+) -> OpenRlhfJob:
     """A job of actor and critic on two ranks each, with one engine. Args: as `arguments`."""
     args = arguments(**changes)
     args.ckpt = space(path=str(folder / "checkpoints"))
     layouts = {"actor": ZERO2, "critic": ZERO2}
-    nereus = NereusConfig(schedule=schedule)
+    nereus = NereusConfig(schedule=schedule, controller=controller)
     targets: dict[int, Mapping[str, Layout]] = {}
     replicas: dict[int, int] = {}
     for step, plan in nereus.schedule.items():
@@ -285,3 +302,117 @@ def test_a_wrong_plan_is_refused_by_its_setting(tmp_path: Path) -> None:
     job = started(tmp_path, {})
     with pytest.raises(SpecError, match=r"plan\.actor: .*pp"):
         job._check_submitted({"actor": {"pp": 2}})
+
+
+# -- with a controller ---------------------------------------------------------------------------
+
+ACTS = ControllerConfig(mode="act")
+KNOBS = {"actor__gradient_checkpointing_enable": False, "vllm__gpu_memory_utilization": 0.9}
+
+
+def test_a_controllers_plan_is_run_as_a_submitted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = started(tmp_path, {}, controller=ACTS, **KNOBS)
+    Ranks(job, monkeypatch)
+    ended: list[Any] = []
+    monkeypatch.setattr("ray.kill", ended.append)
+    now = job.describe()
+    layout = Layout(dp=1, sharding="zero2")
+    stage = ModelStage.ACTOR_TRAIN
+    smaller = Assignment(layout, now.assignments[stage].knobs, (0,))
+    plan = GlobalPlan({**now.assignments, stage: smaller}, name="smaller")
+    inbox = job._driver.inbox
+    assert inbox.submit(0, plan.to_dict(), {"transition_s": 2.0})["what"] == (
+        f"actor {ZERO2} -> {layout}"
+    )
+    assert job.is_due(1)
+    record = job.at_boundary(1)
+    assert record is not None
+    assert (record.outcome, record.predicted) == ("committed", {"transition_s": 2.0})
+    assert (record.ranks["from"], record.ranks["to"]) == (4, 3)
+    assert ended == ["rank 1"]
+    assert job.layout("actor") == layout
+    assert [one.devices for one in job.describe().assignments.values()] == [
+        (0,), (1, 2), (1, 2), (3,),
+    ]  # fmt: skip
+    engines = now.assignments[ModelStage.ACTOR_GENERATE]
+    wider = Assignment(Layout(tp=2), engines.knobs, (3, 4))
+    wrong = GlobalPlan({ModelStage.ACTOR_GENERATE: wider}, name="wrong")
+    with pytest.raises(RuntimeError, match="vLLM's engines: tp stays 1"):
+        inbox.submit(1, wrong.to_dict(), {"transition_s": 2.0})
+
+
+def test_gpus_that_the_job_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.available_resources", lambda: {"GPU": 3.0})
+    job = started(tmp_path, {}, controller=ACTS, **KNOBS)
+    inbox = job._driver.inbox
+    assert job.gpus() == Gpus(8)  # its five, and what Ray has free
+    inbox.grant(0, 6, 0.0)
+    assert job.gpus() == Gpus(6)
+    inbox.grant(0, 4, 60.0)
+    taken = job.gpus()
+    assert (taken.available, taken.leaving) == (5, 1)
+    assert 50 < taken.notice_s <= 60
+    with pytest.raises(RuntimeError, match="cannot go on with fewer than 3 GPUs"):
+        inbox.grant(0, 2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("controller", "shared", "said"),
+    [
+        (None, False, r"has no controller \(nereus.controller.mode=off\)"),
+        (ACTS, True, "the set of ranks of this job cannot change"),
+    ],
+)
+def test_who_cannot_be_told_which_gpus_to_use(
+    tmp_path: Path, controller: ControllerConfig | None, shared: bool, said: str
+) -> None:
+    job = started(tmp_path, {}, controller=controller, train__colocate_all=shared, **KNOBS)
+    with pytest.raises(RuntimeError, match=said):
+        job._driver.inbox.grant(0, 4, 0.0)
+
+
+class Placed:
+    """A placement group."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+def test_seats_of_their_own_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("ray.util.remove_placement_group", given.append)
+    groups = [Placed(0), Placed(1), Placed(2)]
+    seats = Seats.of(groups)
+    seats.give_back(1)
+    assert given == [groups[2], groups[1]]
+    assert len(seats) == 1
+    together = Seats.of([groups[0]] * 3)
+    together.give_back(1)
+    assert len(together) == 3
+    assert len(given) == 2
+
+
+def test_a_stage_takes_until_all_ranks_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are asked at the same time each have their own."""
+    answered = {"slow": threading.Event(), "fast": threading.Event()}
+
+    def wait(answers: Sequence[str], **_: Any) -> None:
+        for one in answers:
+            assert answered[one].wait(10)
+
+    monkeypatch.setattr("ray.wait", wait)
+    times = StageTimes()
+    times.watch("actor", "fit", ["fast", "slow"])
+    times.watch("critic", "fit", ["fast"])
+    times.watch("critic", "append", ["never asked about"])
+    answered["fast"].set()
+    while not times._seconds:
+        time.sleep(0.01)
+    answered["slow"].set()
+    times.watch("actor", "offload_states", ["fast"])
+    seconds = times.take()
+    assert set(seconds) == {"update_actor", "update_critic"}
+    assert 0 < seconds["update_critic"] < seconds["update_actor"]
+    assert times.take() == {}

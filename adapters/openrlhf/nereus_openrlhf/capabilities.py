@@ -7,6 +7,7 @@ Nereus on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -264,12 +265,22 @@ def check_rollout(args: Any, actor: Layout, replicas: int, where: str) -> None:
         )
 
 
+def fewest_gpus(args: Any) -> int:
+    """Without which the job cannot go on: one replica of each model, those that share GPUs counted
+    once, and an engine."""
+    groups = {openrlhf_private.colocated_with(args, unit) for unit in units(args)}
+    return len(groups) * int(args.ds.tensor_parallel_size) + int(args.vllm.tensor_parallel_size)
+
+
 def capabilities(args: Any) -> Capabilities:
     """As the planner needs it."""
     there = units(args)
     fixed = bool(args.train.colocate_all)
-    # tp is not offered to the planner: it is one for all models, whose layouts may differ.
-    fields = frozenset({"sharding"} if fixed else {"dp", "sharding"})
+    # tp is not offered to the planner: it is one for all models, whose layouts may differ. Nor are
+    # ZeRO's stages beside it: of these only some go with it.
+    fields = frozenset() if fixed else frozenset({"dp"})
+    if args.ds.tensor_parallel_size == 1:
+        fields |= {"sharding"}
     stages = {stage: StageCapability(fields) for unit in there for stage in STAGES_OF[unit]}
     if not fixed:
         stages[ModelStage.ACTOR_GENERATE] = StageCapability(frozenset({"dp"}))
@@ -281,5 +292,11 @@ def capabilities(args: Any) -> Capabilities:
         coupled=tuple(coupled),
         devices_fixed=fixed,
         refused=all_refusals(),
-        dp_divides=args.train.batch_size // args.train.micro_batch_size,
+        sharing_fixed=True,
+        dp_divides=math.gcd(
+            args.train.batch_size // args.train.micro_batch_size,
+            args.rollout.batch_size
+            * args.rollout.n_samples_per_prompt
+            // args.rollout.micro_batch_size,
+        ),
     )

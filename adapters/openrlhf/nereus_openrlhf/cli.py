@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from nereus_openrlhf import openrlhf_private
-from nereus_openrlhf.config import PREFIX, NereusConfig, split
+from nereus_openrlhf.config import CONTROLLER, PREFIX, NereusConfig, split
 from nereus_plugins.spec import SpecError
 
 
@@ -53,8 +54,11 @@ def main(words: Sequence[str] | None = None) -> None:
     from nereus_openrlhf.group import ElasticGroup
     from nereus_openrlhf.trainer import launched
 
-    openrlhf_private.use_group(ElasticGroup)
-    openrlhf_private.use_trainer(launched(checked))
+    # What a controller has leave can be asked for by others: Ray gets every GPU back.
+    single = nereus.controller is not None and not args.train.colocate_all
+    openrlhf_private.use_group(partial(ElasticGroup, single_seats=single))
+    engine_groups = openrlhf_private.use_single_seats() if single else []
+    openrlhf_private.use_trainer(launched(checked, engine_groups))
     with _ray():
         train(args)
 
@@ -83,7 +87,8 @@ def _help() -> str:
                 break
             said.append(line.strip())
         default = "" if field.default is dataclasses.MISSING else f" (default: {field.default})"
-        lines += [f"  {PREFIX}{field.name}{default}", f"        {' '.join(said)}"]
+        name = f"{CONTROLLER}.*" if field.name == CONTROLLER else f"{field.name}{default}"
+        lines += [f"  {PREFIX}{name}", f"        {' '.join(said)}"]
     return "\n".join([*lines, "", "Of OpenRLHF:"])
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereus_plugins.control.schedule import check_schedule
+from nereus_plugins.controller.config import RATIOS, SETTINGS, ControllerConfig, read_settings
 from nereus_plugins.spec import FrozenMap, Record, SpecError
 from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import (
@@ -57,6 +58,10 @@ class NereusConfig(Record):
         claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
         control: take commands from the job's user while it runs (`nereus transition`, `status`,
             `pause`, `resume`), on the loopback interface of the trainer's process.
+        controller: have the job change its plan by itself: --nereus.controller.mode off, observe
+            (says what it would do: `nereus decisions`), advise (what it proposes waits for `nereus
+            approve`) or act; further settings, --nereus.controller.confidence and the like, are in
+            docs/controller.md.
     """
 
     enable: bool = False
@@ -67,6 +72,7 @@ class NereusConfig(Record):
     timeout_s: float = 300.0
     claim_timeout_s: float = 60.0
     control: bool = True
+    controller: ControllerConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("enable", "checksum", "control"):
@@ -79,11 +85,21 @@ class NereusConfig(Record):
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
             f"nereus.run_dir must be a directory, got {self.run_dir!r}",
         )
+        require(
+            self.controller is None or self.control,
+            "nereus.controller.mode: the controller gives the job its plans as commands; set "
+            "--nereus.control true, or --nereus.controller.mode off",
+        )
         schedule = check_schedule(self.schedule, check_plan, "{2: {dp: 1}}")
         object.__setattr__(self, "schedule", schedule)
 
 
-NAMES = tuple(f.name for f in dataclasses.fields(NereusConfig))
+CONTROLLER = "controller"
+NAMES = (
+    *(f.name for f in dataclasses.fields(NereusConfig) if f.name != CONTROLLER),
+    *(f"{CONTROLLER}.{name}" for name in SETTINGS),
+)
+_NUMBERS = ("timeout_s", "claim_timeout_s", *(f"{CONTROLLER}.{n}" for n in RATIOS))
 
 
 def split(words: Sequence[str]) -> tuple[NereusConfig, list[str]]:
@@ -114,7 +130,11 @@ def split(words: Sequence[str]) -> tuple[NereusConfig, list[str]]:
         elif not equals:
             text = "true"
         given[name] = _value(name, text)
-    return NereusConfig(**given), rest
+    inside = f"{CONTROLLER}."
+    of_job = {name: value for name, value in given.items() if not name.startswith(inside)}
+    settings = {n.removeprefix(inside): v for n, v in given.items() if n.startswith(inside)}
+    controller = read_settings(settings, f"{PREFIX}{CONTROLLER}")
+    return NereusConfig(**of_job, controller=controller), rest
 
 
 def _listed() -> str:
@@ -126,7 +146,7 @@ def _value(name: str, text: str) -> Any:
     if name == "run_dir":
         return text
     value = load_yaml(text, f"{PREFIX}{name}")
-    if name in ("timeout_s", "claim_timeout_s") and type(value) is int:
+    if name in _NUMBERS and type(value) is int:
         return as_float(value)
     return FrozenMap() if name == "schedule" and value is None else value
 

@@ -16,18 +16,29 @@ class EnginesLost(RuntimeError):
 
 
 class Engines:
-    """Args: trainer: OpenRLHF's, in whose process this is."""
+    """
+    Args:
+        trainer: OpenRLHF's, in whose process this is.
+        groups: placement groups of the first engines, where each has its own; else Ray does not get
+            back what they leave.
+    """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, groups: Sequence[Any] = ()) -> None:
         self._trainer = trainer
+        first = trainer.vllm_engines or ()
+        self._groups: list[Any] = list(groups) or [None] * len(first)
 
     def __len__(self) -> int:
         return len(self._trainer.vllm_engines)
 
-    def change_to(self, count: int, actors: Sequence[Any], timeout_s: float) -> str:
+    def change_to(
+        self, count: int, actors: Sequence[Any], timeout_s: float, claim_timeout_s: float
+    ) -> str:
         """Have `count` engines with the actor's weights: further ones are started, the last end.
 
-        Args: actors: Ray handles of the actor's ranks. timeout_s: for forming the group.
+        Args:
+            actors: Ray handles of the actor's ranks. timeout_s: for forming the group.
+            claim_timeout_s: how long Ray may take to have the GPUs of one.
 
         Returns: why it stayed as it was, "" if it did not.
 
@@ -35,14 +46,16 @@ class Engines:
         """
         old = list(self._trainer.vllm_engines)
         added: list[Any] = []
+        groups: list[Any] = []
         try:
             if count > len(old):
                 more = count - len(old)
-                added = openrlhf_private.start_engines(self._trainer.args, more, len(old))
+                openrlhf_private.start_engines(
+                    self._trainer.args, more, len(old), added, groups, claim_timeout_s
+                )
             self._use([*old, *added][:count], actors, timeout_s)
         except (ray.exceptions.RayError, WorkersFailed, RuntimeError, ValueError) as error:
-            for engine in added:
-                ray.kill(engine)
+            _end(added, groups)
             try:
                 self._use(old, actors, timeout_s)
             except (ray.exceptions.RayError, WorkersFailed) as lost:
@@ -51,8 +64,8 @@ class Engines:
                     f"{brief(lost)}"
                 ) from error
             return f"vLLM's engines stay as they were, {len(old)}: {brief(error)}"
-        for engine in old[count:]:
-            ray.kill(engine)
+        _end(old[count:], self._groups[count:])
+        self._groups = [*self._groups, *groups][:count]
         return ""
 
     def _use(self, engines: Sequence[Any], actors: Sequence[Any], timeout_s: float) -> None:
@@ -65,3 +78,12 @@ class Engines:
         collect(submitted, "rollout", timeout_s=timeout_s)
         openrlhf_private.set_engines(self._trainer, engines)
         self._trainer.broadcast_to_vllm()
+
+
+def _end(engines: Sequence[Any], groups: Sequence[Any]) -> None:
+    """End engines, and return their placement groups to Ray, where they have some."""
+    for engine in engines:
+        ray.kill(engine)
+    for group in groups:
+        if group is not None:
+            ray.util.remove_placement_group(group)

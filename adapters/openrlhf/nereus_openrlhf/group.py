@@ -7,11 +7,14 @@ launcher's asks who its members are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from nereus_openrlhf import openrlhf_private
+from nereus_openrlhf.openrlhf_private import SingleSeats
+from nereus_openrlhf.stage_times import StageTimes
 
 _Base: Any = openrlhf_private.group_class()
 
@@ -30,10 +33,20 @@ class _Members:
 
 
 class ElasticGroup(_Base):
-    """OpenRLHF's `RayActorGroup`; in the launcher's process and, pickled, in the trainer's."""
+    """OpenRLHF's `RayActorGroup`; in the launcher's process and, pickled, in the trainer's.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args: single_seats: whether each rank gets a placement group of its own, so that Ray gets back
+        the GPU of any that leaves.
+
+    Attributes: stage_times, unit: in the trainer's process, who is told what the group was asked,
+        and of which model it is.
+    """
+
+    def __init__(self, *args: Any, single_seats: bool = False, **kwargs: Any) -> None:
         self._asks = False
+        self._single_seats = single_seats
+        self.stage_times: StageTimes | None = None
+        self.unit = ""
         super().__init__(*args, **kwargs)
         self._members = ray.remote(num_cpus=0)(_Members).remote()
         self.set_handles(self._handles)
@@ -49,10 +62,29 @@ class ElasticGroup(_Base):
     def _actor_handlers(self, handles: list[Any]) -> None:
         self._handles = handles
 
+    def _initiate_actors(self, pg: Any, num_gpus_per_actor: float) -> None:
+        if not self._single_seats:
+            super()._initiate_actors(pg, num_gpus_per_actor)
+            return
+        ranks = self._num_nodes * self._num_gpus_per_node
+        seats = pg if isinstance(pg, SingleSeats) else SingleSeats(ranks)
+        self._handles = openrlhf_private.start_ranks(self, seats.groups, num_gpus_per_actor)
+
+    def async_run_method(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._watched(method_name, super().async_run_method(method_name, *args, **kwargs))
+
+    def async_run_method_batch(self, method_name: str, **kwargs: Any) -> Any:
+        return self._watched(method_name, super().async_run_method_batch(method_name, **kwargs))
+
+    def _watched(self, method: str, answers: Sequence[Any]) -> Sequence[Any]:
+        if self.stage_times is not None:
+            self.stage_times.watch(self.unit, method, answers)
+        return answers
+
     def set_handles(self, handles: list[Any]) -> None:
         """Have these members from now on, in every process."""
         self._handles = list(handles)
         ray.get(self._members.set.remote(self._handles))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_asks": False}  # of the trainer's copy
+        return self.__dict__ | {"_asks": False, "stage_times": None}  # of the trainer's copy

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
 
-from nereus_openrlhf import capabilities, openrlhf_private, worker
+from nereus_openrlhf import capabilities, openrlhf_private, setting, worker
 from nereus_openrlhf.config import ROLLOUT, check_plan
 from nereus_openrlhf.engines import Engines, EnginesLost
+from nereus_openrlhf.planned import as_written, described
 from nereus_openrlhf.preflight import Preflight, plan_targets
 from nereus_openrlhf.ranks import (
     DRIVER_PATIENCE,
@@ -23,12 +25,16 @@ from nereus_openrlhf.ranks import (
     call,
     join,
 )
+from nereus_openrlhf.stage_times import StageTimes
 from nereus_plugins.control.attempt import Attempt, Changes, TransitionFailed, listed
 from nereus_plugins.control.driver import SUBMITTED, Driver, Scheduled, say
 from nereus_plugins.control.inbox import Inbox, Submitted
+from nereus_plugins.control.job_controller import JobController
+from nereus_plugins.control.usable import usable_gpus
 from nereus_plugins.control.workers import WorkersFailed, collect
+from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.job import Capabilities, Gpus, Proposal, UnitInfo
-from nereus_plugins.spec import Assignment, GlobalPlan, Layout, ModelStage, SpecError
+from nereus_plugins.spec import GlobalPlan, Layout, SpecError
 from nereus_plugins.trace.record import RECORDS_FILE, StepRecord, TransitionRecord
 
 PACKAGES = ("nereus-plugins", "openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm")
@@ -40,16 +46,32 @@ class OpenRlhfJob:
     Args:
         checked: what was found before the job started.
         trainer: OpenRLHF's, whose models are built.
+        engine_groups: placement groups of the engines, where each has its own.
     """
 
-    def __init__(self, checked: Preflight, trainer: Any) -> None:
+    def __init__(self, checked: Preflight, trainer: Any, engine_groups: Sequence[Any] = ()) -> None:
         self.checked = checked
         self._trainer = trainer
         self._args = trainer.args
         self._layouts = dict(checked.layouts)
         self._ranks: dict[str, UnitRanks] = {}
-        self._engines = Engines(trainer)
-        self._driver = Driver(checked.run_dir, Inbox(self._check_submitted), self._state)
+        self._engines = Engines(trainer, engine_groups)
+        self._stage_times = StageTimes()
+        self._controller = JobController(
+            checked.nereus.controller,
+            checked.run_dir,
+            self.gpus,
+            lambda plan: as_written(plan, self.describe(), SUBMITTED),
+        )
+        fixed = bool(self._args.train.colocate_all)
+        inbox = Inbox(
+            self._check_submitted,
+            adapt=self._controller.adapted,
+            more=self._controller.about,
+            takes_gpus=self._controller.no_gpus(not fixed),
+            fewest_gpus=capabilities.fewest_gpus(self._args),
+        )
+        self._driver = Driver(checked.run_dir, inbox, self._state)
 
     def start(self) -> None:
         """Make the models units, and check that they are what the arguments say.
@@ -59,12 +81,14 @@ class OpenRlhfJob:
         seats: dict[tuple[str, ...], Seats] = {}
         for name, group in openrlhf_private.groups_of(self._trainer).items():
             together = openrlhf_private.colocated_with(self._args, name)
-            first = group._actor_handlers[0]
+            group.stage_times = self._stage_times
+            group.unit = name
             if together not in seats:
-                placed = ray.get(openrlhf_private.call_worker(first, worker.placement))
-                seats[together] = Seats(
-                    [(placed, bundle) for bundle in range(len(group._actor_handlers))]
+                handles = group._actor_handlers
+                placed = ray.get(
+                    [openrlhf_private.call_worker(handle, worker.placement) for handle in handles]
                 )
+                seats[together] = Seats.of(placed)
             share = openrlhf_private.gpus_per_actor(self._args, name)
             self._ranks[name] = ranks = UnitRanks(name, group, seats[together], share)
             answers = self._ask(ranks, "setup", worker.setup, *self._told(name))
@@ -86,6 +110,30 @@ class OpenRlhfJob:
         say(f"on; start {listed(self._layouts)}; {len(self.checked.targets)} transitions scheduled")
         if self.checked.nereus.control:
             self._driver.listen(str(self._args.logger.wandb.run_name))
+        if self._controller.wanted:
+            self._controller.begin(self._setting, self.describe(), self.epoch())
+
+    def _setting(self) -> JobSetting:
+        """What the controller is told of this job."""
+        first = self._ranks["actor"]
+        (device,) = collect(
+            {openrlhf_private.call_worker(first.handles[0], worker.device): 0},
+            "device",
+            timeout_s=SETUP_TIMEOUT_S,
+        )
+        if not device["memory_bytes"]:  # a CPU has the host's, shared
+            used = sum(len(ranks) for ranks in self._ranks.values()) + len(self._engines)
+            device["memory_bytes"] = device["host_bytes"] // used
+        nodes = [int(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
+        return setting.job_setting(
+            self._args,
+            self.checked.models,
+            self.capabilities(),
+            device,
+            max(sum(nodes), self._used_gpus()),
+            max(nodes),
+            openrlhf_private.steps_of(self._trainer),
+        )
 
     def _told(self, name: str) -> tuple[Any, ...]:
         """What every process is told about the job: the arguments of `worker.setup`."""
@@ -102,6 +150,7 @@ class OpenRlhfJob:
 
     def close(self) -> None:
         """Take no more commands."""
+        self._controller.close()
         self._driver.close()
 
     # -- the port -------------------------------------------------------------------------------
@@ -110,25 +159,26 @@ class OpenRlhfJob:
         return capabilities.capabilities(self._args)
 
     def describe(self) -> GlobalPlan:
-        assignments = {
-            stage: Assignment(layout)
-            for name, layout in self._layouts.items()
-            for stage in capabilities.STAGES_OF[name]
-        }
-        assignments[ModelStage.ACTOR_GENERATE] = Assignment(
-            Layout(tp=self._args.vllm.tensor_parallel_size, dp=len(self._engines))
-        )
-        return GlobalPlan(assignments, name=f"epoch-{self.epoch()}")
+        name = f"epoch-{self.epoch()}"
+        return described(self._args, self._layouts, len(self._engines), name)
 
     def epoch(self) -> int:
         return self._driver.epoch
 
     def gpus(self) -> Gpus:
-        """What the plan in force uses, and what Ray has free where ranks may join."""
-        used = self.world_size() + len(self._engines) * self._args.vllm.tensor_parallel_size
+        """Those of the plan in force, seats that nobody sits on, and what Ray has free; or as
+        `nereus gpus` said last."""
+        used = self._used_gpus()
         if self._args.train.colocate_all:
-            return Gpus(self.world_size())
-        return Gpus(used + int(ray.available_resources().get("GPU", 0.0)))
+            return Gpus(used)
+        seats = {id(ranks.seats): ranks.seats for ranks in self._ranks.values()}
+        empty = sum(len(of) - self._used(of) for of in seats.values())
+        free = int(ray.available_resources().get("GPU", 0.0))
+        return usable_gpus(used, empty + free, self._driver.inbox.granted())
+
+    def _used_gpus(self) -> int:
+        engines = len(self._engines) * self._args.vllm.tensor_parallel_size
+        return self.world_size() + (0 if self._args.train.colocate_all else engines)
 
     def observe(self) -> StepRecord | None:
         return self._driver.last
@@ -147,16 +197,9 @@ class OpenRlhfJob:
 
     def execute(self, proposal: Proposal) -> TransitionRecord:
         self._driver.require_epoch(proposal)
-        targets: dict[str, Layout] = {}
-        replicas = len(self._engines)
-        for stage, one in proposal.plan.assignments.items():
-            if stage is ModelStage.ACTOR_GENERATE:
-                replicas = one.layout.dp
-            elif stage.model in self._layouts:
-                targets[stage.model] = one.layout
         where = f"plan {proposal.plan.name!r}"
-        capabilities.check_layouts(self._args, self._layouts | targets, where)
-        return self.transition(targets, replicas, where)
+        targets = self._targets(as_written(proposal.plan, self.describe(), where), where)
+        return self.transition(*targets, where)
 
     # -- what the trainer calls -----------------------------------------------------------------
 
@@ -180,7 +223,9 @@ class OpenRlhfJob:
 
     def is_due(self, step: int) -> bool:
         """Whether there may be something to run at the end of `step`."""
-        return step in self.checked.targets or self._driver.inbox.waiting()
+        with self._controller.spending():
+            waiting = self._driver.inbox.waiting()
+        return step in self.checked.targets or waiting
 
     def at_boundary(self, step: int) -> TransitionRecord | None:
         """Run what is due at the end of `step`: see `Driver.at_boundary`."""
@@ -188,6 +233,14 @@ class OpenRlhfJob:
 
     def write_step(self, record: StepRecord) -> None:
         self._driver.write_step(record)
+
+    def controller_ms(self) -> float | None:
+        """What the driver spent on the controller since it was asked last; None: there is none."""
+        return self._controller.spent_ms()
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Of each model-stage since it was asked last: see `StageTimes`."""
+        return self._stage_times.take()
 
     def memory(self) -> dict[str, int]:
         """The largest value over all ranks of what `worker.memory` reports."""
@@ -216,11 +269,15 @@ class OpenRlhfJob:
 
     def _run_submitted(self, submitted: Submitted) -> TransitionRecord:
         """Raises: SpecError, TransitionFailed."""
-        return self.transition(*self._targets(submitted.plan), SUBMITTED)
+        with self._controller.spending():
+            targets = self._targets(submitted.plan)
+        return self.transition(*targets, SUBMITTED, submitted.predicted)
 
-    def _targets(self, plan: Mapping[str, Any]) -> tuple[dict[str, Layout], int]:
-        checked = check_plan(plan, SUBMITTED)
-        return plan_targets(self._args, checked, dict(self._layouts), len(self._engines), SUBMITTED)
+    def _targets(
+        self, plan: Mapping[str, Any], where: str = SUBMITTED
+    ) -> tuple[dict[str, Layout], int]:
+        checked = check_plan(plan, where)
+        return plan_targets(self._args, checked, dict(self._layouts), len(self._engines), where)
 
     def _check_submitted(self, plan: Mapping[str, Any]) -> str:
         """What a plan changes as things are, in words. Raises: SpecError if it cannot be run."""
@@ -239,6 +296,7 @@ class OpenRlhfJob:
 
     def _state(self) -> dict[str, Any]:
         """For those who command the job."""
+        self._controller.look_at(self.describe)
         return {
             "world_size": self.world_size(),
             "nodes": sorted({host for ranks in self._ranks.values() for host in ranks.hosts}),
@@ -248,11 +306,17 @@ class OpenRlhfJob:
     # -- the transaction ------------------------------------------------------------------------
 
     def transition(
-        self, targets: Mapping[str, Layout], replicas: int, where: str
+        self,
+        targets: Mapping[str, Layout],
+        replicas: int,
+        where: str,
+        predicted: Mapping[str, float] = MappingProxyType({}),
     ) -> TransitionRecord:
         """One transition of the named models, as a transaction; then vLLM's engines follow.
 
-        Args: targets: by model; others stay. replicas: of vLLM. where: what asked, for messages.
+        Args:
+            targets: by model; others stay. replicas: of vLLM. where: what asked, for messages.
+            predicted: what the controller expects of it, for its record.
 
         Returns: the record, also when it was aborted: then the old layouts are in force.
 
@@ -262,7 +326,7 @@ class OpenRlhfJob:
         capabilities.check_rollout(
             self._args, {**self._layouts, **changes}["actor"], replicas, where
         )
-        attempt = self._driver.attempt(self._changes(changes, replicas))
+        attempt = self._driver.attempt(self._changes(changes, replicas), predicted=predicted)
         if not attempt.changes.words():
             return self._driver.finished(attempt)
         say(f"step {attempt.step}: {attempt.listed()} ...")
@@ -452,8 +516,12 @@ class OpenRlhfJob:
         """Raises: EnginesLost: none are left that could generate."""
         before = len(self._engines)
         with attempt.timed("rollout"):
+            options = self.checked.nereus
             fell_back = self._engines.change_to(
-                replicas, self._ranks["actor"].handles, self.checked.nereus.timeout_s
+                replicas,
+                self._ranks["actor"].handles,
+                options.timeout_s,
+                options.claim_timeout_s,
             )
         attempt.rollout = {
             "from": {"replicas": before},

@@ -104,9 +104,81 @@ def group_class() -> Any:
     return RayActorGroup
 
 
-def use_group(cls: type) -> None:
-    """Have the launcher make groups of this class."""
-    sys.modules[LAUNCHER].RayActorGroup = cls  # type: ignore[attr-defined]
+def use_group(make: Callable[..., Any]) -> None:
+    """Have the launcher make its groups so."""
+    sys.modules[LAUNCHER].RayActorGroup = make  # type: ignore[attr-defined]
+
+
+class SingleSeats:
+    """Placement groups of one bundle each, those on one node side by side: what the launcher takes
+    for the one placement group of models that share GPUs.
+
+    Args: count: how many; returns once Ray has them.
+    """
+
+    def __init__(self, count: int) -> None:
+        import ray
+
+        groups = [ray.util.placement_group([{"GPU": 1, "CPU": 1}]) for _ in range(count)]
+        ray.get([group.ready() for group in groups])
+        node_of = {
+            group.id: ray.util.placement_group_table(group)["bundles_to_node_id"][0]
+            for group in groups
+        }
+        self.groups = sorted(groups, key=lambda group: str(node_of[group.id]))
+
+    def ready(self) -> Any:
+        """What the launcher waits for."""
+        return [group.ready() for group in self.groups]
+
+
+def use_single_seats() -> list[Any]:
+    """Have the launcher reserve every GPU in a placement group of its own, and each engine's in
+    one.
+
+    Returns: the engines' placement groups, once they are started.
+    """
+    launcher: Any = sys.modules[LAUNCHER]
+    engine_groups: list[Any] = []
+    create = launcher.create_vllm_engines
+
+    def placement_group(bundles: Sequence[Any], **how: Any) -> SingleSeats:
+        return SingleSeats(len(bundles))
+
+    def create_vllm_engines(
+        count: int, tp: int, model: str, seed: int, *rest: Any, **more: Any
+    ) -> Any:
+        engines = []
+        for number in range(count):
+            with _noting_groups(engine_groups):
+                engines += create(1, tp, model, seed + number, *rest, **more)
+        return engines
+
+    launcher.placement_group = placement_group
+    launcher.create_vllm_engines = create_vllm_engines
+    return engine_groups
+
+
+@contextmanager
+def _noting_groups(into: list[Any], within_s: float | None = None) -> Iterator[None]:
+    """Inside, placement groups that OpenRLHF makes for engines are added to `into`; RuntimeError
+    where Ray does not have one `within_s`, for which OpenRLHF would wait without end."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    make = vllm_engine.placement_group
+
+    def placement_group(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        into.append(made)
+        if within_s is not None and not made.wait(within_s):
+            raise RuntimeError(f"Ray had no GPUs for another engine within {within_s:g} s")
+        return made
+
+    vllm_engine.placement_group = placement_group
+    try:
+        yield
+    finally:
+        vllm_engine.placement_group = make
 
 
 # -- the trainer's process ---------------------------------------------------------------------
@@ -121,6 +193,13 @@ def groups_of(trainer: Any) -> dict[str, Any]:
         "reward": trainer.reward_model_group,
     }
     return {name: group for name, group in groups.items() if group is not None}
+
+
+def steps_of(trainer: Any) -> int:
+    """Steps of the whole run, where every prompt is used."""
+    args = trainer.args
+    prompts = len(trainer.prompts_dataloader) * args.train.num_episodes
+    return max(1, prompts // args.rollout.batch_size)
 
 
 def call_worker(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -148,18 +227,39 @@ def colocated_with(args: Any, unit: str) -> tuple[str, ...]:
     return (unit,)
 
 
+def start_ranks(group: Any, seats: Sequence[Any], share: float) -> list[Any]:
+    """The actors of a group as the launcher starts them, one on each placement group.
+
+    Args: share: of a GPU that each takes.
+    """
+    import ray
+
+    handles: list[Any] = []
+    address: tuple[str | None, int | None] = (None, None)
+    for rank, seat in enumerate(seats):
+        options = _on(group, seat, 0, share)
+        handles.append(options.remote(len(seats), rank, *address))
+        if rank == 0 and len(seats) > 1:
+            address = ray.get(handles[0].get_master_addr_port.remote())
+    return handles
+
+
 def start_actor(group: Any, share: float, placement: Any, bundle: int) -> Any:
     """A further actor of a group's kind, in a bundle of a placement group."""
+    # It gets its rank and world as it joins.
+    return _on(group, placement, bundle, share).remote(1, 0, "127.0.0.1", 1)
+
+
+def _on(group: Any, placement: Any, bundle: int, share: float) -> Any:
+    """A group's kind of actor, to be started in a bundle of a placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=placement, placement_group_bundle_index=bundle
     )
-    options = group.ray_actor_type.options(
+    return group.ray_actor_type.options(
         num_cpus=share, num_gpus=share, scheduling_strategy=strategy
     )
-    # It gets its rank and world as it joins.
-    return options.remote(1, 0, "127.0.0.1", 1)
 
 
 def set_size(group: Any, args: Any, unit: str, ranks: int, tp: int) -> None:
@@ -174,20 +274,36 @@ def set_size(group: Any, args: Any, unit: str, ranks: int, tp: int) -> None:
 # -- vLLM engines ------------------------------------------------------------------------------
 
 
-def start_engines(args: Any, count: int, first: int) -> list[Any]:
-    """Further vLLM engines as the launcher makes them, up and answering.
+def start_engines(
+    args: Any, count: int, first: int, engines: list[Any], groups: list[Any], within_s: float
+) -> None:
+    """Start further vLLM engines as the launcher makes them, until they answer.
 
-    Args: first: how many there are; each has a seed of its own.
+    Args:
+        first: how many there are; each has a seed of its own.
+        engines, groups: what was started, and its placement groups, are added, also where that
+            fails. within_s: how long Ray may take to have the GPUs of one.
+
+    Raises: RuntimeError, and Ray's errors.
     """
     import ray
+
+    with _noting_groups(groups, within_s):
+        for number in range(first, first + count):
+            engines += _start_engines(args, number)
+    ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
+
+
+def _start_engines(args: Any, number: int) -> list[Any]:
+    """The engine of this number."""
     from openrlhf.trainer.ray import create_vllm_engines
 
     corrected = args.algo.advantage.is_correction_level != "off"
     engines: list[Any] = create_vllm_engines(
-        count,
+        1,
         args.vllm.tensor_parallel_size,
         args.actor.model_name_or_path,
-        args.train.seed + first,
+        args.train.seed + number,
         args.train.full_determinism_enable,
         args.vllm.enable_prefix_caching,
         args.vllm.enforce_eager,
@@ -200,7 +316,6 @@ def start_engines(args: Any, count: int, first: int) -> list[Any]:
         remote_rm_url=args.reward.remote_url,
         max_images_per_prompt=args.data.max_images_per_prompt,
     )
-    ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
     return engines
 
 

@@ -34,12 +34,24 @@ class ClaimFailed(RuntimeError):
 class Seats:
     """Where ranks sit: GPUs of the models that share them.
 
-    Args: seats: the first ranks' bundles of placement groups; (None, 0) is a GPU without one.
+    Args:
+        seats: the first ranks' bundles of placement groups; (None, 0) is a GPU without one.
+        kept: how many of them are not given back.
     """
 
-    def __init__(self, seats: Sequence[tuple[Any, int]]) -> None:
+    def __init__(self, seats: Sequence[tuple[Any, int]], kept: int | None = None) -> None:
         self._seats = list(seats)
-        self._first = len(seats)
+        self._kept = len(seats) if kept is None else kept
+
+    @classmethod
+    def of(cls, placed: Sequence[Any]) -> Seats:
+        """Args: placed: the placement group of each of the first ranks, None where it has none."""
+        if len({str(group.id) for group in placed if group is not None}) == len(placed):
+            return cls([(group, 0) for group in placed], kept=0)  # one each: Ray takes any back
+        return cls([(group, bundle) for bundle, group in enumerate(placed)])
+
+    def __len__(self) -> int:
+        return len(self._seats)
 
     def provide(self, count: int, timeout_s: float) -> list[tuple[Any, int]]:
         """The first `count` seats, made where there are not as many.
@@ -64,9 +76,9 @@ class Seats:
         return self._seats[:count]
 
     def give_back(self, used: int) -> None:
-        """Return to Ray what was added and is beyond the first `used` seats. What OpenRLHF itself
-        reserved stays: Ray takes placement groups back as a whole."""
-        while len(self._seats) > max(used, self._first):
+        """Return to Ray what is beyond the first `used` seats. Where OpenRLHF reserved several in
+        one placement group those stay: Ray takes groups back as a whole."""
+        while len(self._seats) > max(used, self._kept):
             group, _ = self._seats.pop()
             ray.util.remove_placement_group(group)
 

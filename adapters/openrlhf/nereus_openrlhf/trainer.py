@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,22 @@ from nereus_plugins.trace.record import TRANSITION_TIMER, StepRecord, Transition
 
 _Base: Any = openrlhf_private.trainer_class()
 TIMER = "timing/"  # before the names of OpenRLHF's timers
+SAME = {"generation": "gen", "step_total": "step"}  # what verl's of another name mean
 
 
 class NereusPPOTrainer(_Base):
     """Runs scheduled and submitted transitions, and records every step.
 
-    Args: nereus: what was checked before the job started; the others are OpenRLHF's.
+    Args:
+        nereus: what was checked before the job started.
+        engine_groups: as of `OpenRlhfJob`; the others are OpenRLHF's.
     """
 
-    def __init__(self, *args: Any, nereus: Preflight, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, nereus: Preflight, engine_groups: Sequence[Any], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._job = OpenRlhfJob(nereus, self)
+        self._job = OpenRlhfJob(nereus, self, engine_groups)
         self._transition: TransitionRecord | None = None  # at the end of the last step
         self._tokens: dict[str, int] = {}
         self._samples = 0
@@ -57,6 +62,9 @@ class NereusPPOTrainer(_Base):
         """OpenRLHF's, with what Nereus adds to the logs; then the boundary: the update is done, the
         replay buffers are empty, the checkpoint is saved in the layout that it was trained in."""
         logs = dict(logs_dict or {})
+        spent_ms = self._job.controller_ms()
+        if spent_ms is not None:
+            logs["nereus/controller_ms"] = spent_ms
         record = self._step_record(logs, global_step)
         logs |= self._metrics(record)
         self._transition = None
@@ -75,11 +83,12 @@ class NereusPPOTrainer(_Base):
     def _step_record(self, logs: Mapping[str, Any], step: int) -> StepRecord:
         """The record of a finished step, in the layouts that it ran in."""
         stages = {
-            name.removeprefix(TIMER): float(value)
+            _stage(name.removeprefix(TIMER)): float(value)
             for name, value in logs.items()
             if name.startswith(TIMER)
         }
-        step_s = stages.pop("step_total", 0.0)
+        step_s = stages.pop("step", 0.0)
+        stages |= self._job.stage_seconds()
         return StepRecord(
             step=step,
             epoch=self._job.epoch(),
@@ -119,16 +128,24 @@ class NereusPPOTrainer(_Base):
         return out
 
 
+def _stage(timer: str) -> str:
+    """What a record calls one of OpenRLHF's timers."""
+    return SAME.get(timer, timer)
+
+
 class _Launched:
     """What the launcher takes for OpenRLHF's trainer actor."""
 
-    def __init__(self, checked: Preflight) -> None:
+    def __init__(self, checked: Preflight, engine_groups: Sequence[Any]) -> None:
         self._checked = checked
+        self._engine_groups = engine_groups
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        return ray.remote(NereusPPOTrainer).remote(*args, nereus=self._checked, **kwargs)
+        return ray.remote(NereusPPOTrainer).remote(
+            *args, nereus=self._checked, engine_groups=self._engine_groups, **kwargs
+        )
 
 
-def launched(checked: Preflight) -> Any:
+def launched(checked: Preflight, engine_groups: Sequence[Any]) -> Any:
     """For `openrlhf_private.use_trainer`."""
-    return _Launched(checked)
+    return _Launched(checked, engine_groups)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nereus_openrlhf import deepspeed_unit, openrlhf_private
 from nereus_openrlhf.deepspeed_unit import Building, DeepSpeedUnit
+from nereus_plugins.cost.hardware import CPU
 from nereus_plugins.gtg.execute import (
     RankTransition,
     ReleaseFailed,
@@ -287,6 +288,16 @@ def memory(worker: Any) -> dict[str, int]:
         "host_rss": psutil.Process().memory_info().rss,
         "process_groups": live_group_count(),
     }
+
+
+def device(worker: Any) -> dict[str, Any]:
+    """This rank's device: "name", "memory_bytes" (0: a CPU, which has none of its own), and
+    "host_bytes"."""
+    host = {"host_bytes": int(psutil.virtual_memory().total)}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return host | {"name": properties.name, "memory_bytes": int(properties.total_memory)}
+    return host | {"name": CPU, "memory_bytes": 0}
 
 
 def placement(worker: Any) -> Any:
