@@ -16,7 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nereus_plugins.trace.record import RECORDS_FILE, Record, TransitionRecord, read_records
+from nereus_plugins.trace.record import (
+    RECORDS_FILE,
+    Record,
+    RunRecord,
+    TransitionRecord,
+    read_records,
+)
 
 # What is shown of a transition's seconds: a column, and what it adds up.
 COLUMNS = {
@@ -42,13 +48,16 @@ def kind(record: TransitionRecord) -> str:
         parts.append("layout")
     parts += ["knobs"] if record.knobs else []
     if launched := record.rollout.get("launched"):
-        # Only vLLM's servers have a part of that name.
-        vllm = any("profile" in one.get("seconds", {}) for one in record.rollout["replicas"])
+        # Only vLLM's servers have a part of that name; OpenRLHF has no others, and no parts.
+        replicas = record.rollout["replicas"]
+        vllm = not replicas or any("profile" in one.get("seconds", {}) for one in replicas)
         parts.append(f"{len(launched)} {'vLLM ' if vllm else ''}server(s) launched")
     return ", ".join(parts) + (" (in the background)" if "hidden_s" in record.background else "")
 
 
 def engine(records: Sequence[Record]) -> str:
+    if any(isinstance(r, RunRecord) and r.source == "openrlhf" for r in records):
+        return "DeepSpeed"
     layouts = [
         unit["from"]
         for r in records

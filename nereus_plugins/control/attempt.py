@@ -105,7 +105,11 @@ class Attempt:
             self.background = {"exposed": why}
 
     def released(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Args: answers: of ranks; "failed" says why one still holds memory of the old layout."""
+        """Args: answers: of ranks: "report", `ReleaseReport.to_dict()` or empty; "failed", why one
+        still holds memory of the old layout."""
+        for name, unit in self.units.items():
+            spent = [a["report"]["units"].get(name, 0.0) for a in answers if a["report"]]
+            unit["seconds"]["release"] = max(spent, default=0.0)
         failed = [answer["failed"] for answer in answers if answer["failed"]]
         if failed:
             self.reason = failed[0]

@@ -375,9 +375,12 @@ def test_groups_that_prepared_by_themselves_are_one_transition() -> None:
     )
     with attempt.timed("commit"):
         pass
+    released = [{"unit of d": 2.0}, {"unit of d": 3.0}, {"unit of e": 1.0}]
+    attempt.released([{"report": {"units": units}, "failed": ""} for units in released])
     record = attempt.record()
     assert record.digest == "d:e"
     assert record.seconds["prepare.move"] == 3.0
+    assert [unit["seconds"]["release"] for unit in record.units.values()] == [3.0, 1.0]
     assert record.units["unit of d"]["bytes_wire"] == 3 * 10**7
     assert record.units["unit of e"]["mode"] == "intact"
     assert attempt.summary().startswith("epoch 1 committed: nothing to change; 35.0 MB between")
@@ -387,7 +390,9 @@ def test_what_it_says_of_itself() -> None:
     layouts = {"actor": (BEFORE, AFTER)}
     attempt = Attempt(2, 5, Changes(layouts, others=("rollout TP1 -> TP2",)))
     assert attempt.listed() == f"actor {BEFORE} -> {AFTER}, rollout TP1 -> TP2"
-    attempt.released([{"failed": ""}, {"failed": "rank 1 still holds the old layout"}])
+    attempt.released(
+        [{"report": {}, "failed": ""}, {"report": {}, "failed": "rank 1 still holds the old layout"}]
+    )
     attempt.exposed("")
     assert attempt.summary().endswith("s; rank 1 still holds the old layout")
     attempt.hidden(prepare_s=3.0, waited_s=1.0)

@@ -35,6 +35,7 @@ from nereus_plugins.spec import (  # noqa: E402
     SpecError,
 )
 from nereus_plugins.trace.record import TransitionRecord, read_records  # noqa: E402
+from nereus_plugins.trace.show import transition_lines  # noqa: E402
 from tests.unit.test_openrlhf_config import arguments, space  # noqa: E402
 
 ZERO2, ZERO3 = Layout(dp=2, sharding="zero2"), Layout(dp=2, sharding="zero3")
@@ -119,6 +120,8 @@ class Ranks:
         if (phase, name) in self.gives_up:
             lost = {"phase": phase, "rank": 1, "reason": f"{name} failed", "lost_ranks": []}
             return {"aborted": lost}
+        if phase == "release":
+            return {"report": {"units": {name: 0.5}}, "failed": ""}
         return {"report": report(name), "failed": ""}
 
 
@@ -145,6 +148,7 @@ def test_a_scheduled_transition_is_journaled_before_ranks_switch(
     assert (record.outcome, record.epoch, record.digest) == ("committed", 1, "actor:critic")
     assert set(record.units) == {"actor", "critic"}
     assert record.seconds["prepare.move"] == 1.0
+    assert all(unit["seconds"]["release"] == 0.5 for unit in record.units.values())
     phases = ["prepare", "commit", "release", "follow"]
     assert ranks.asked == [(p, ["commit"] if p != "prepare" else []) for p in phases]
     assert job.layout("actor") == job.layout("critic") == ZERO3
@@ -280,8 +284,11 @@ def test_engines_that_stay_as_they_were(
         "aborted" if alone else "committed", "no room for another",
     )  # fmt: skip
     assert record.rollout == {
-        "from": {"replicas": 1}, "to": {"replicas": 2}, "fell_back": "no room for another",
+        "from": {"tp": 1, "replicas": 1}, "to": {"tp": 1, "replicas": 2},
+        "kept": [0], "ended": [], "launched": [], "replicas": [],
+        "fell_back": "no room for another",
     }  # fmt: skip
+    assert "  rollout: tp 1 -> 1, replicas: 1 kept" in transition_lines(record)
     assert journal(job)[1:] == ([("abort", 1, "no room for another")] if alone else [])
     assert job.epoch() == (0 if alone else 1)
 

@@ -523,10 +523,16 @@ class OpenRlhfJob:
                 options.timeout_s,
                 options.claim_timeout_s,
             )
+        tp = self._args.vllm.tensor_parallel_size
+        after = before if fell_back else replicas
         attempt.rollout = {
-            "from": {"replicas": before},
-            "to": {"replicas": replicas},
+            "from": {"tp": tp, "replicas": before},
+            "to": {"tp": tp, "replicas": replicas},
+            "kept": list(range(min(before, after))),
+            "ended": list(range(after, before)),
+            "launched": list(range(before, after)),
             "fell_back": fell_back,
+            "replicas": [],
         }
         if not alone:
             attempt.reason = "; ".join(filter(None, (attempt.reason, fell_back)))

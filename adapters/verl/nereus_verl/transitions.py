@@ -211,10 +211,6 @@ class Transitions:
             values = self._unit_values(self.knobs)
             answers = call("release", worker.release, values, self.garbage)
         attempt.released(answers)
-        reports = [answer["report"] for answer in answers if answer["report"]]
-        for name, unit in attempt.units.items():
-            spent = [report["units"].get(name, 0.0) for report in reports]
-            unit["seconds"]["release"] = max(spent, default=0.0)
 
     def _change_knobs(self, attempt: Attempt, wanted: Wanted) -> None:
         """A transition that moves nothing: committed in the journal, then set on every rank."""
