@@ -29,8 +29,8 @@ from types import ModuleType
 from typing import Any
 
 from nereus_cpu.post_import import after_import
+from nereus_cpu.task import make_task
 from nereus_verl.demo.launch import ENGINES, Job, run
-from nereus_verl.demo.task import make_task
 
 from nereus_plugins.trace.record import Record, StepRecord, TransitionRecord, read_records
 

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nereus_cpu.task import make_task
 from nereus_verl.demo.launch import ENGINES, Job, run
-from nereus_verl.demo.task import make_task
 
 WARM_UP_STEPS = 2
 TIMEOUT_S = 900.0

@@ -14,11 +14,9 @@ own:
 
 from __future__ import annotations
 
-import platform
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +28,7 @@ from nereus_plugins.control.server import Server
 from nereus_plugins.gtg.journal import EpochError, Journal, JournalError
 from nereus_plugins.job import Proposal, StaleProposal
 from nereus_plugins.spec import SpecError
+from nereus_plugins.trace import installed
 from nereus_plugins.trace.record import (
     RecordWriter,
     RunRecord,
@@ -98,7 +97,7 @@ class Driver:
                 run_id=self.run_id,
                 time_unix_s=now_s(),
                 source=source,
-                versions=_versions(packages),
+                versions=installed.versions(packages),
                 world_size=world_size,
                 plan=plan,
                 config=config,
@@ -295,13 +294,3 @@ class Driver:
 def say(text: str) -> None:
     """One line on the job's console."""
     print(f"nereus: {text}", file=sys.stdout, flush=True)
-
-
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    out = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            out[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return out

@@ -251,6 +251,7 @@ def text(found: Mapping[str, Any]) -> str:
             f"{found['kind'].upper()}, up to step {found['last_step']}; run time by "
             f"{found['time_by']}"
         ]
+        lines += [f"  {name}: {_software(jobs)}" for name, jobs in found.get("jobs", {}).items()]
     width = max(12, *(len(name) for name in found["policies"]))
     lines += [
         "",
@@ -295,6 +296,17 @@ def _sensitivity(table: Mapping[str, Any], width: int) -> list[str]:
             cells.append(f"{'stopped' if d is None else format(d['mean'], '+.1%'):>{width}}")
         lines.append(f"  {row['text']:{column}} " + " ".join(cells))
     return lines + [f"  {name}: {verdict}" for name, verdict in table["verdicts"].items()]
+
+
+def _software(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """What a name's runs say of themselves; each once."""
+    each = (
+        f"{job['source']} on {job['world_size']} ranks ("
+        + (", ".join(f"{k} {v}" for k, v in job["versions"].items()) or "no versions recorded")
+        + ")"
+        for job in jobs
+    )
+    return "; ".join(dict.fromkeys(each))
 
 
 def _row(one: Mapping[str, Any]) -> str:

@@ -54,6 +54,11 @@ def _import_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--samples", type=int, help="sequences of a step, where the log does not say")
     p.add_argument("--gpus", type=int, help="GPUs of the job, where the log does not say")
     p.add_argument("--plan", type=Path, help="the plan it ran in (YAML or JSON)")
+    p.add_argument(
+        "--ran-here",
+        action="store_true",
+        help="the job ran in this environment: the record names the versions of its packages",
+    )
 
 
 def _build_options(p: argparse.ArgumentParser) -> None:
@@ -144,7 +149,13 @@ def _import(args: argparse.Namespace) -> None:
     files.check_out(args.out, "--out")
     plan = GlobalPlan.load(args.plan) if args.plan is not None else None
     found = importing.records(
-        args.kind, args.file, run=args.run, samples=args.samples, gpus=args.gpus, plan=plan
+        args.kind,
+        args.file,
+        run=args.run,
+        samples=args.samples,
+        gpus=args.gpus,
+        plan=plan,
+        ran_here=args.ran_here,
     )
     importing.write(found, args.out)
     print(f"{len(found) - 1} steps of {found[0].run_id} saved to {args.out}")  # type: ignore[attr-defined]

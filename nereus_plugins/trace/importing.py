@@ -20,7 +20,7 @@ from typing import Any
 
 from nereus_plugins.spec import GlobalPlan, SpecError
 
-from . import files, logs
+from . import files, installed, logs
 from .record import Record, RunRecord, StepRecord
 
 # A log's own names, by what they say; the first that a step has counts.
@@ -40,6 +40,11 @@ _SAME_TIMER = {"generation": "gen", "step_total": "step"}
 _NOT_A_STAGE = frozenset({"step", "testing", "save_checkpoint", "generate_sequences", "reshard"})
 _MOST = 1e12  # tokens of a sequence
 _SOURCES = {"verl": "verl", "openrlhf": "openrlhf"}
+# Of a job that ran in this environment, by what it is: the packages whose versions say what ran.
+_SOFTWARE = {
+    "verl": ("verl", "torch", "ray", "transformers", "vllm"),
+    "openrlhf": ("openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm"),
+}
 
 
 def records(
@@ -50,6 +55,7 @@ def records(
     samples: int | None = None,
     gpus: int | None = None,
     plan: GlobalPlan | None = None,
+    ran_here: bool = False,
 ) -> list[Record]:
     """The run's record and one a step.
 
@@ -59,6 +65,7 @@ def records(
         samples: sequences of a step, where the log does not say.
         gpus: GPUs of the job, where the log does not say.
         plan: the plan it ran in.
+        ran_here: whether the job ran in this environment, whose packages it then names.
 
     Raises: SpecError naming file, line and field; OSError.
     """
@@ -93,7 +100,7 @@ def records(
         run_id=path.stem,
         time_unix_s=first.time_unix_s - first.step_s,
         source=source,
-        versions={},
+        versions=installed.versions(_SOFTWARE[source]) if ran_here else {},
         world_size=gpus,
         plan=in_plan,
         config=config,

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nereus_cpu.memory import VARIABLE
+from nereus_cpu.task import make_task
 from nereus_verl.demo.launch import Job, JobResult, run
-from nereus_verl.demo.task import make_task
 
 from nereus_plugins import cli
 
@@ -60,9 +60,9 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
-def job_of(arm: Arm, directory: Path, seed: int) -> Job:
-    """The job of an arm."""
-    growth = [SHORT_TOKENS + (LONG_TOKENS - SHORT_TOKENS) * s // (STEPS - 1) for s in range(STEPS)]
+def job_of(arm: Arm, directory: Path, seed: int, longest: int) -> Job:
+    """The job of an arm, whose responses may grow to `longest` tokens."""
+    growth = [SHORT_TOKENS + (longest - SHORT_TOKENS) * s // (STEPS - 1) for s in range(STEPS)]
     task = make_task(
         directory / f"task-{seed}",
         layers=LAYERS,
@@ -83,7 +83,7 @@ def job_of(arm: Arm, directory: Path, seed: int) -> Job:
         batch_prompts=PROMPTS,
         samples_per_prompt=SAMPLES,
         mini_batch_prompts=PROMPTS,
-        response_tokens=LONG_TOKENS,
+        response_tokens=longest,
         seed=seed,
         nereus={"controller": CONTROLLER} if arm.controller else None,
         extra=[
@@ -98,11 +98,13 @@ def job_of(arm: Arm, directory: Path, seed: int) -> Job:
     )
 
 
-def run_arm(name: str, directory: Path, seed: int, budget_mib: float) -> tuple[JobResult, Path]:
+def run_arm(
+    name: str, directory: Path, seed: int, budget_mib: float, longest: int
+) -> tuple[JobResult, Path]:
     """Run one arm once; its result, and where its records are."""
     work = directory / f"{name}-{seed}"
     shutil.rmtree(work, ignore_errors=True)
-    job = job_of(ARMS[name], directory, seed)
+    job = job_of(ARMS[name], directory, seed, longest)
     result = run(job, work, timeout_s=TIMEOUT_S, env={VARIABLE: f"{budget_mib:g}"})
     if ARMS[name].controller:
         return result, work / "checkpoints" / "nereus"
@@ -110,7 +112,7 @@ def run_arm(name: str, directory: Path, seed: int, budget_mib: float) -> tuple[J
     records.parent.mkdir(parents=True, exist_ok=True)
     rows = str(PROMPTS * SAMPLES)
     asked = ["trace", "import", "verl", str(result.log), "-o", str(records)]
-    if cli.main([*asked, "--samples", rows, "--gpus", str(RANKS)]):
+    if cli.main([*asked, "--samples", rows, "--gpus", str(RANKS), "--ran-here"]):
         raise RuntimeError(f"{result.log} could not be imported")
     return result, records.parent
 
@@ -141,7 +143,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="1 .. N")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--memory-mib", type=float, default=BUDGET_MIB, help="of a rank")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=LONG_TOKENS,
+        help=f"tokens of a response at the last step, at least {SHORT_TOKENS} (default: "
+        f"%(default)s); {SHORT_TOKENS}: they do not grow, as in openrlhf_cpu.py",
+    )
     args = parser.parse_args(argv)
+    if args.longest < SHORT_TOKENS:
+        parser.error(f"--longest must be at least {SHORT_TOKENS}")
     arms = args.arms.split(",")
     if unknown := [name for name in arms if name not in ARMS]:
         parser.error(f"no arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
@@ -149,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in arms:
             begin_s = time.time()
-            result, records = run_arm(name, args.directory, seed, args.memory_mib)
+            result, records = run_arm(name, args.directory, seed, args.memory_mib, args.longest)
             print(json.dumps(told(name, seed, result, time.time() - begin_s)), flush=True)
             where[name].append(str(records))
     runs = " ".join(f"--runs {name}={','.join(paths)}" for name, paths in where.items())

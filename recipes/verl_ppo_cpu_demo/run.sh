@@ -12,7 +12,7 @@ python=${PYTHON:-python}
 "$python" - "$directory/task" <<'PY'
 import sys
 from pathlib import Path
-from nereus_verl.demo.task import make_task
+from nereus_cpu.task import make_task
 make_task(Path(sys.argv[1]), layers=2)
 PY
 here=$(cd "$(dirname "$0")/../.." && pwd)
@@ -61,7 +61,7 @@ megatron() { # engine config: no TransformerEngine and no fused CUDA kernels on 
   critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size_per_gpu=8 \
   critic.optim.lr=3e-3 \
   reward.num_workers=1 \
-  reward.custom_reward_function.path="$here/adapters/verl/nereus_verl/demo/reward.py" \
+  reward.custom_reward_function.path="$here/adapters/cpu/nereus_cpu/reward.py" \
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
   ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus=4 \
   +ray_kwargs.ray_init.include_dashboard=False \

@@ -16,7 +16,7 @@ here=$(cd "$(dirname "$0")/../.." && pwd)
 "$python" - "$directory/task" <<'PY'
 import sys
 from pathlib import Path
-from nereus_verl.demo.task import make_task
+from nereus_cpu.task import make_task
 make_task(Path(sys.argv[1]), layers=2)
 PY
 
@@ -106,7 +106,7 @@ RAY_ADDRESS=$head "$python" -m verl.trainer.main_ppo \
   critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size_per_gpu=2 \
   critic.optim.lr=3e-3 \
   reward.num_workers=1 \
-  reward.custom_reward_function.path="$here/adapters/verl/nereus_verl/demo/reward.py" \
+  reward.custom_reward_function.path="$here/adapters/cpu/nereus_cpu/reward.py" \
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
   hydra.run.dir="$directory/hydra" "$@" &
 wait $! # which a signal ends, unlike a command in the foreground

@@ -140,7 +140,7 @@ def _check_where(kind: str, engine: Any, weights: bool, optimizer: bool) -> None
 
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron"])
 def test_switches_change_no_bit(kind: str, tmp_path: Path) -> None:
-    from nereus_verl.demo.task import make_task
+    from nereus_cpu.task import make_task
 
     model = make_task(tmp_path, layers=LAYERS).model_dir
     run_ranks(_switched, 2, kind, model, PATHS[kind], timeout_s=200.0)

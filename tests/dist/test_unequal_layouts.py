@@ -26,7 +26,7 @@ SEEDS = (5, 6)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nereus_verl.demo.task import make_task
+    from nereus_cpu.task import make_task
 
     return make_task(tmp_path_factory.mktemp("verl"), layers=2).model_dir
 

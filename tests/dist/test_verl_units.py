@@ -42,7 +42,7 @@ PATHS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nereus_verl.demo.task import make_task
+    from nereus_cpu.task import make_task
 
     return make_task(tmp_path_factory.mktemp("verl")).model_dir
 

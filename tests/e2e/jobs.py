@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nereus_cpu.task import make_task
 from nereus_verl.demo.launch import Job
-from nereus_verl.demo.task import make_task
 
 TIMEOUT_S = 400.0
 # Measurements of time and memory, and what Nereus adds to verl's metrics.

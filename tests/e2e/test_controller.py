@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from nereus_cpu.memory import VARIABLE
+from nereus_cpu.task import make_task
 from nereus_verl.demo import launch
-from nereus_verl.demo.task import make_task
 
 from nereus_plugins.control import cli
 from nereus_plugins.controller.journal import DecisionJournal

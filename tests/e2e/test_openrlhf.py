@@ -93,6 +93,22 @@ def test_layouts_change_while_it_trains(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "config.json").exists()  # the launcher saved the moved actor
 
 
+def test_openrlhf_goes_on_from_a_checkpoint_saved_after_a_transition(tmp_path: Path) -> None:
+    """OpenRLHF without Nereus, started in the layout that was in force, loads what was saved there
+    and trains as the job does that saved it."""
+    saving, steps = ("--ckpt.save_steps", "3"), 5
+    schedule = {2: {"dp": 1, "sharding": "zero3"}}
+    whole = run(tmp_path / "job", *saving, *nereus(tmp_path / "job", schedule), steps=steps)
+    assert [done.outcome for done in transitions(tmp_path / "job")] == ["committed"]
+    words = "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1"
+    words += f" --ckpt.load_enable --ckpt.path {tmp_path / 'job' / 'checkpoints'}"
+    resumed = run(tmp_path / "again", *words.split(), steps=steps)
+    names = (*LOSSES, "actor_lr", "critic_lr")
+    assert len(resumed) == steps - 3
+    for again, before in zip(resumed, whole[3:], strict=True):
+        assert {name: again[name] for name in names} == {name: before[name] for name in names}
+
+
 def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
     """OpenRLHF's hybrid engine, without a critic, with a reference model."""
     words = "--train.colocate_all --ds.enable_sleep --vllm.num_engines 2 --ref.num_gpus_per_node 2"

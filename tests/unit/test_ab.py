@@ -33,6 +33,8 @@ from nereus_plugins.trace.record import (
     TransitionRecord,
 )
 
+from .test_trace_import import OPENRLHF, VERL
+
 STEPS = 8
 # What is promised of every policy.
 PROMISED = (
@@ -461,6 +463,38 @@ def test_jobs_that_have_run_side_by_side(tmp_path: Path, capsys: Any) -> None:
     assert found["time_by"] == "clock"
     assert found["policies"]["act"]["ended_early"] == "its last step was 3, another run's 4"
     assert found["policies"]["off"]["ended_early"] == ""
+
+
+def test_verl_and_openrlhf_side_by_side(tmp_path: Path, capsys: Any) -> None:
+    """A console log of verl, one of OpenRLHF, and the records of an OpenRLHF job with Nereus."""
+    for kind, line in (("verl", VERL), ("openrlhf", OPENRLHF)):
+        log = tmp_path / f"{kind}.log"
+        log.write_text("".join(line.format(step=step) for step in (1, 2)), encoding="utf-8")
+        out = tmp_path / kind / "records.jsonl"
+        out.parent.mkdir()
+        asked = ["trace", "import", kind, str(log), "-o", str(out), "--gpus", "8", "--ran-here"]
+        assert main(asked) == 0
+    versions = {"openrlhf": "0.11.2", "deepspeed": "0.19.6", "vllm": "0.29.0"}
+    run = [run_record(source="openrlhf", versions=versions), *live()[1:]]
+    names = [str(tmp_path / "verl"), str(tmp_path / "openrlhf"), str(write(tmp_path / "on", run))]
+    assert main(["ab", *names, "-o", str(tmp_path / "compared")]) == 0
+    said = capsys.readouterr().out
+    assert "openrlhf 0.11.2, deepspeed 0.19.6, vllm 0.29.0" in said
+    found = json.loads((tmp_path / "compared" / "ab.json").read_text())
+    assert found["time_by"].startswith("timers of steps")
+    assert [jobs[0]["source"] for jobs in found["jobs"].values()] == [
+        "verl",
+        "openrlhf",
+        "openrlhf",
+    ]
+    assert all(jobs[0]["versions"] for jobs in found["jobs"].values())
+    policies = found["policies"]
+    assert policies["verl"]["tokens_per_s_per_gpu"] == pytest.approx(64000 / 100 / 8)
+    assert policies["openrlhf"]["tokens_per_s_per_gpu"] == pytest.approx(128 * 700 / 56 / 8)
+    assert policies["openrlhf"]["step_s_mean"] == 56.0
+    difference = found["differences"]["openrlhf"]["tokens_per_s_per_gpu"]
+    assert difference["mean"] == pytest.approx(1600 / 640 - 1)
+    assert "0.19.6" in (tmp_path / "compared" / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_has_no_clock_is_compared_by_the_timers_of_steps(tmp_path: Path, capsys: Any) -> None:

@@ -391,7 +391,10 @@ def test_what_it_says_of_itself() -> None:
     attempt = Attempt(2, 5, Changes(layouts, others=("rollout TP1 -> TP2",)))
     assert attempt.listed() == f"actor {BEFORE} -> {AFTER}, rollout TP1 -> TP2"
     attempt.released(
-        [{"report": {}, "failed": ""}, {"report": {}, "failed": "rank 1 still holds the old layout"}]
+        [
+            {"report": {}, "failed": ""},
+            {"report": {}, "failed": "rank 1 still holds the old layout"},
+        ]
     )
     attempt.exposed("")
     assert attempt.summary().endswith("s; rank 1 still holds the old layout")

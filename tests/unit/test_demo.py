@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from nereus_verl.demo.reward import compute_score
+from nereus_cpu.reward import compute_score
 
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import (
@@ -143,7 +143,7 @@ def test_launcher_refuses_what_cannot_run(tmp_path: Path) -> None:
 
 def test_equal_arguments_make_equal_tasks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from nereus_verl.demo.task import make_task
+    from nereus_cpu.task import make_task
 
     a, b = (make_task(tmp_path / name, layers=2) for name in ("a", "b"))
     for file in ("model.safetensors", "tokenizer.json", "config.json"):

@@ -3,6 +3,7 @@ every option, and Nereus accepts the job and its schedule."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,10 +15,13 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs the OpenRLHF environment: ./dev env openrlhf")
 
 from nereus_cpu import openrlhf as on_cpu
+from nereus_cpu.reward import compute_score, reward_func
+from nereus_cpu.task import make_task
 from nereus_openrlhf import openrlhf_private, preflight
 from nereus_openrlhf.config import split
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "openrlhf_gpu"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes" / "openrlhf_gpu"
 LLAMA3_8B = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -58,3 +62,51 @@ def test_openrlhf_and_nereus_take_the_recipe(recipe: str, nodes: int, tmp_path: 
     if not args.train.colocate_all:
         gpus += args.vllm.num_engines * args.vllm.tensor_parallel_size
     assert gpus == 8 * nodes
+
+
+def test_the_side_of_a_comparison_is_a_job_that_openrlhf_takes(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("ab", ROOT / "recipes" / "ab" / "openrlhf_cpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    on_cpu.prepare()
+    schedule = json.dumps(recipe.ARMS["nereus"])
+    words = [*recipe.arguments(tmp_path, tmp_path / "work", 3), "--nereus.schedule", schedule]
+    nereus, rest = split([*words, "--nereus.run_dir", str(tmp_path / "run")])
+    args, _ = openrlhf_private.read_launcher(rest)
+    checked = preflight.run(nereus, args)
+    assert set(checked.layouts) == {"actor"}
+    ((step, targets),) = checked.targets.items()
+    assert 0 < step < recipe.STEPS
+    assert targets["actor"] != checked.layouts["actor"]
+    assert targets["actor"].world_size == recipe.RANKS == args.vllm.num_engines
+    samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    assert samples == args.train.batch_size  # one optimizer step of a rollout, as in verl's job
+
+
+def test_openrlhf_reads_the_rows_that_verl_does(tmp_path: Path) -> None:
+    import pandas as pd
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+    from transformers import AutoTokenizer
+
+    task = make_task(tmp_path, layers=1)
+    template = AutoTokenizer.from_pretrained(task.model_dir).apply_chat_template
+    rows = [json.loads(line) for line in task.prompts_file.read_text().splitlines()]
+    of_verl = pd.read_parquet(task.train_file)
+    assert len(rows) == len(of_verl)
+    for row, chat, truth in zip(rows, of_verl["prompt"], of_verl["reward_model"], strict=True):
+        prompt, label = preprocess_data(row, None, "prompt", "label", template)
+        assert prompt == template(list(chat), tokenize=False, add_generation_prompt=True)
+        assert label == truth["ground_truth"]
+
+
+def test_openrlhfs_reward_is_verls() -> None:
+    prompt = "<|im_start|>user\n07 letters<|im_end|>\n<|im_start|>assistant\n"
+    answer = "abcdefgh01234567"
+    query = f"{prompt}abcdefgh<|spare_-2|>01234567<|im_end|>"
+    found = reward_func([query, query], [prompt] * 2, ["letters", "symbols"])
+    assert found["rewards"].tolist() == [
+        compute_score("", answer, x) for x in ("letters", "symbols")
+    ]
+    assert found["rewards"].tolist() == [0.5, 0.5]

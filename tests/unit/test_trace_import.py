@@ -3,13 +3,15 @@
 import csv
 import json
 import os
+import platform
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nereus_plugins.cli import main
 from nereus_plugins.spec import SpecError
-from nereus_plugins.trace import importing, logs
+from nereus_plugins.trace import importing, installed, logs
 from nereus_plugins.trace.record import RunRecord, StepRecord, read_records
 from nereus_plugins.trace.steps import read_run
 
@@ -137,6 +139,20 @@ def test_openrlhf_log(tmp_path: Path) -> None:
     assert (first.step_s, first.samples, first.tokens["prompt"]) == (56.0, 128, 200 * 128)
     assert first.stages_s["gen"] == 20.0
     assert first.stages_s["ppo_train"] == 30.0
+
+
+def test_the_software_of_a_job_that_ran_here(tmp_path: Path) -> None:
+    """A log does not say what ran; this environment does where the job ran in it."""
+    here = {"python": platform.python_version(), "numpy": np.__version__}
+    assert installed.versions(("numpy", "no-such-package")) == here
+    log, out = _write(tmp_path / "log", OPENRLHF.format(step=1)), tmp_path / "records.jsonl"
+    for option, known in (([], set()), (["--ran-here"], {"python"})):
+        asked = ["trace", "import", "openrlhf", str(log), "-o", str(out), "--gpus", "8"]
+        assert main([*asked, *option]) == 0
+        run, *_ = read_records(out)
+        assert isinstance(run, RunRecord)
+        assert known <= set(run.versions)
+        assert bool(run.versions) == bool(known)
 
 
 def test_an_openrlhf_line_that_is_no_dictionary(tmp_path: Path) -> None:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from nereus_plugins.spec import Layout
 from nereus_plugins.trace.record import RecordError, StepRecord, TransitionRecord, read_records
 
 STEPS, PROMPTS = 5, 8  # prompts a step
+END_WITHIN_S = 60.0
 SCHEDULE = "{2: {dp: 1, sharding: zero3}, 4: {actor: {dp: 2, sharding: zero1}, critic: {dp: 2}}}"
 REWARD = '''"""Rewards responses by how many letters "e" they have."""
 import torch
@@ -89,14 +92,41 @@ def arguments(folder: Path, steps: int = STEPS) -> list[str]:
         --logger.tensorboard_dir {folder / "tensorboard"}""".split()
 
 
-def run(folder: Path, words: Sequence[str], log: Path) -> int:
-    """Run `nereus-openrlhf` on CPU in `folder`, its output into `log`; the exit status."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+@contextmanager
+def started(folder: Path, words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Inside, `nereus-openrlhf` runs on CPU in `folder`, its output into `log`. What is left of it
+    then is ended, by SIGTERM first, of which Ray cleans up after itself."""
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, "-m", "nereus_openrlhf.cli", *words]
     with log.open("w") as output:
-        return subprocess.run(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-        ).returncode
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def run(folder: Path, words: Sequence[str], log: Path, timeout_s: float | None = None) -> int:
+    """As `started`, to its end; the exit status. Raises: subprocess.TimeoutExpired."""
+    with started(folder, words, log) as process:
+        return process.wait(timeout_s)
 
 
 def tell(run_dir: Path) -> int:

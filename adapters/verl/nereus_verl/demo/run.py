@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from nereus_cpu.task import make_task
 from rich.console import Console
 
 from nereus_plugins.trace.record import RECORDS_FILE, StepRecord, TransitionRecord
 from nereus_verl.demo.launch import ENGINES, Job, JobResult, run
-from nereus_verl.demo.task import make_task
 from nereus_verl.demo.watch import REWARD, Watcher
 
 MEMORY_PER_RANK_BYTES = 1 << 30

@@ -1,7 +1,9 @@
-"""A model and a task small enough for a CPU: random weights, a tokenizer of bytes, prompts."""
+"""A model and a task small enough for a CPU: random weights, a tokenizer of bytes, prompts. For
+verl and OpenRLHF alike."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +22,14 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Task:
-    """Where the parts of the task lie."""
+    """Where the parts of the task lie. prompts_file: the rows of `train_file`, as OpenRLHF reads
+    them (`prompt`, a chat, and `label`)."""
 
     model_dir: Path
     train_file: Path
     test_file: Path
     reward_file: Path
+    prompts_file: Path
 
 
 def make_task(
@@ -55,9 +59,14 @@ def make_task(
         train_file=directory / "train.parquet",
         test_file=directory / "test.parquet",
         reward_file=Path(__file__).with_name("reward.py"),
+        prompts_file=directory / "prompts.jsonl",
     )
     _save_rows(rows[:-16], task.train_file)
     _save_rows(rows[-16:], task.test_file)
+    with task.prompts_file.open("w") as file:
+        for row in rows[:-16]:
+            label = row["reward_model"]["ground_truth"]
+            file.write(json.dumps({"prompt": row["prompt"], "label": label}) + "\n")
     return task
 
 
