@@ -482,12 +482,9 @@ def test_verl_and_openrlhf_side_by_side(tmp_path: Path, capsys: Any) -> None:
     assert "openrlhf 0.11.2, deepspeed 0.19.6, vllm 0.29.0" in said
     found = json.loads((tmp_path / "compared" / "ab.json").read_text())
     assert found["time_by"].startswith("timers of steps")
-    assert [jobs[0]["source"] for jobs in found["jobs"].values()] == [
-        "verl",
-        "openrlhf",
-        "openrlhf",
-    ]
-    assert all(jobs[0]["versions"] for jobs in found["jobs"].values())
+    jobs = [each[0] for each in found["jobs"].values()]
+    assert [job["source"] for job in jobs] == ["verl", "openrlhf", "openrlhf"]
+    assert all(job["versions"] for job in jobs)
     policies = found["policies"]
     assert policies["verl"]["tokens_per_s_per_gpu"] == pytest.approx(64000 / 100 / 8)
     assert policies["openrlhf"]["tokens_per_s_per_gpu"] == pytest.approx(128 * 700 / 56 / 8)

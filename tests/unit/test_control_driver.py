@@ -390,12 +390,8 @@ def test_what_it_says_of_itself() -> None:
     layouts = {"actor": (BEFORE, AFTER)}
     attempt = Attempt(2, 5, Changes(layouts, others=("rollout TP1 -> TP2",)))
     assert attempt.listed() == f"actor {BEFORE} -> {AFTER}, rollout TP1 -> TP2"
-    attempt.released(
-        [
-            {"report": {}, "failed": ""},
-            {"report": {}, "failed": "rank 1 still holds the old layout"},
-        ]
-    )
+    held = "rank 1 still holds the old layout"
+    attempt.released([{"report": {}, "failed": why} for why in ("", held)])
     attempt.exposed("")
     assert attempt.summary().endswith("s; rank 1 still holds the old layout")
     attempt.hidden(prepare_s=3.0, waited_s=1.0)

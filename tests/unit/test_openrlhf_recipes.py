@@ -105,8 +105,6 @@ def test_openrlhfs_reward_is_verls() -> None:
     prompt = "<|im_start|>user\n07 letters<|im_end|>\n<|im_start|>assistant\n"
     answer = "abcdefgh01234567"
     query = f"{prompt}abcdefgh<|spare_-2|>01234567<|im_end|>"
-    found = reward_func([query, query], [prompt] * 2, ["letters", "symbols"])
-    assert found["rewards"].tolist() == [
-        compute_score("", answer, x) for x in ("letters", "symbols")
-    ]
-    assert found["rewards"].tolist() == [0.5, 0.5]
+    labels = ["letters", "symbols"]
+    found = reward_func([query, query], [prompt] * 2, labels)["rewards"].tolist()
+    assert found == [compute_score("", answer, label) for label in labels] == [0.5, 0.5]
