@@ -3,9 +3,9 @@
     ./dev env openrlhf
     .venvs/openrlhf/bin/python benchmarks/openrlhf_transition.py [--json] [--targets NAME,NAME]
 
-One job (PPO with a critic, two ranks each in ZeRO-2, one vLLM engine) saves OpenRLHF's checkpoint
-after a step, then goes to the target and a step later back, for each target. Its peer is OpenRLHF without
-Nereus, started again from that very checkpoint with the target's flags:
+One job (PPO with a critic, two ranks each in ZeRO-2, one vLLM engine) does so for each target:
+after a step OpenRLHF's checkpoint is saved, the job goes to the target, and a step later back. Its
+peer is OpenRLHF without Nereus, started again from that very checkpoint with the target's flags:
 
 - transition: everything waits for it, from the saved step to the beginning of the next;
 - relaunch: the checkpoint is saved (taken from the job's own records), a job is ended (SIGTERM,
