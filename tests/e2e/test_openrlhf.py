@@ -103,10 +103,14 @@ def test_openrlhf_goes_on_from_a_checkpoint_saved_after_a_transition(tmp_path: P
     words = "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1"
     words += f" --ckpt.load_enable --ckpt.path {tmp_path / 'job' / 'checkpoints'}"
     resumed = run(tmp_path / "again", *words.split(), steps=steps)
-    names = (*LOSSES, "actor_lr", "critic_lr")
     assert len(resumed) == steps - 3
+    # What the critic logs as its gradient's norm is a mean over micro-batches, of which all but the
+    # last still see the norm of the step before: a new engine, none.
+    del resumed[0]["critic_grad_norm"]
+    names = (*LOSSES, "actor_lr", "critic_lr")
     for again, before in zip(resumed, whole[3:], strict=True):
-        assert {name: again[name] for name in names} == {name: before[name] for name in names}
+        known = [name for name in names if name in again]
+        assert {name: again[name] for name in known} == {name: before[name] for name in known}
 
 
 def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
