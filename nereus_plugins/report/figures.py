@@ -19,10 +19,8 @@ from nereus_plugins.trace.record import (
 )
 
 SIMULATOR = "simulator"
-# Metrics of a step: its ranks, where they can change; the mean score of its responses; what a
-# controller added to it.
+# Metrics of a step: its ranks, where they can change; what a controller added to it.
 WORLD_SIZE = "nereus/world_size"
-REWARD = "critic/score/mean"
 CONTROLLER_MS = "nereus/controller_ms"
 OTHER = "other"
 # A stall's phases, as graph, driver and simulator name them, by the part that a reader asks for.
@@ -190,7 +188,7 @@ def _gpu_seconds(records: Iterable[Record], begin_s: float, end_s: float) -> flo
 
 
 def _reward_last(steps: Sequence[StepRecord]) -> float | None:
-    found = [r.metrics[REWARD] for r in steps if np.isfinite(r.metrics.get(REWARD, np.nan))]
+    found = [r.reward for r in steps if r.reward is not None and np.isfinite(r.reward)]
     if not found:
         return None
     return float(np.mean(found[-max(1, len(found) // 10) :]))

@@ -18,7 +18,7 @@ from nereus_plugins.trace.record import (
 )
 from nereus_plugins.trace.show import layout_text
 
-from .figures import REWARD, WORLD_SIZE, source_of
+from .figures import WORLD_SIZE, source_of
 
 Column = NDArray[np.float64]
 
@@ -114,13 +114,13 @@ def _columns(
     memory = np.array([peak or np.nan for peak in peaks], float)  # 0: nothing was counted
     return {
         "step_s": np.array([r.alone_s for r in steps], float),
-        "response_mean": metric("response_length/mean"),
+        "response_mean": metric("response_length/mean", "rollout/response_length_mean"),
         "response_max": metric("response_length/max"),
         "gpus_used": used,
         "gpus_there": np.where(np.isnan(there), used, there),
         "memory_bytes": memory,
         "headroom_bytes": (np.nan if capacity_bytes is None else capacity_bytes) - memory,
-        "reward": metric(REWARD),
+        "reward": np.array([np.nan if r.reward is None else r.reward for r in steps], float),
     }
 
 

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, TypeVar
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 TRANSITION_TIMER = "nereus_transition"  # a stage of the step at whose boundary one ran
+# The mean score of a step's responses, as verl and OpenRLHF log it.
+_REWARDS = ("critic/score/mean", "rollout/reward_mean")
 
 
 class RecordError(ValueError):
@@ -124,6 +126,11 @@ class StepRecord(Record):
     def alone_s(self) -> float:
         """Its seconds without a transition, which the framework's timer of a step holds."""
         return self.step_s - self.stages_s.get(TRANSITION_TIMER, 0.0)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean score of its responses; None where the framework logs none."""
+        return next((self.metrics[name] for name in _REWARDS if name in self.metrics), None)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from nereus_plugins.trace.record import (
     read_records,
 )
 
-# The mean score of a step's responses, as verl logs it.
-REWARD = "critic/score/mean"
-
 
 def lines(records: Iterable[Record]) -> Iterator[str]:
     """One line per step, a short block per transition, below the step that it follows."""
@@ -34,7 +31,7 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
             if record.plan:
                 yield f"  {_plan(record.plan)}"
         elif isinstance(record, StepRecord):
-            reward = record.metrics.get(REWARD)
+            reward = record.reward
             yield (
                 f"step {record.step:5d}  epoch {record.epoch}  {record.step_s:8.2f} s  "
                 f"{record.tokens.get('total', 0):>9,d} tokens  "

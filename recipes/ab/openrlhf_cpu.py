@@ -100,7 +100,7 @@ def told(name: str, seed: int, run_dir: Path, wall_s: float) -> dict[str, Any]:
         "steps_s": sum(one.alone_s for one in steps),
         "transitions": [one.outcome for one in done],
         "transitions_s": sum(one.stall_s for one in done),
-        "reward": [one.metrics["rollout/reward_mean"] for one in steps],
+        "reward": [one.reward for one in steps],
         "wall_s": wall_s,
     }
 

@@ -489,6 +489,7 @@ def test_verl_and_openrlhf_side_by_side(tmp_path: Path, capsys: Any) -> None:
     assert policies["verl"]["tokens_per_s_per_gpu"] == pytest.approx(64000 / 100 / 8)
     assert policies["openrlhf"]["tokens_per_s_per_gpu"] == pytest.approx(128 * 700 / 56 / 8)
     assert policies["openrlhf"]["step_s_mean"] == 56.0
+    assert [policies[name]["reward_last"] for name in ("verl", "openrlhf")] == [0.25, 0.5]
     difference = found["differences"]["openrlhf"]["tokens_per_s_per_gpu"]
     assert difference["mean"] == pytest.approx(1600 / 640 - 1)
     assert "0.19.6" in (tmp_path / "compared" / "report.html").read_text(encoding="utf-8")

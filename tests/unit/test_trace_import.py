@@ -29,7 +29,8 @@ OPENRLHF = (
     "(PPOTrainer pid=9) INFO 11-30 10:00:00 ppo_trainer.py:551] \u2728 Global step {step}: "
     "{{'policy_loss': 0.1, 'kl': nan, 'total_length': 700.0, 'timing/make_experience': 5.0, "
     "'timing/ppo_train': 30.0, 'timing/broadcast': 1.0, 'rollout/response_length_mean': 500.0, "
-    "'rollout/num_samples': 128.0, 'timing/generation': 20.0, 'timing/step_total': 56.0}}\n"
+    "'rollout/reward_mean': 0.5, 'rollout/num_samples': 128.0, 'timing/generation': 20.0, "
+    "'timing/step_total': 56.0}}\n"
 )
 
 
