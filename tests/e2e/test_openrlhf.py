@@ -99,7 +99,10 @@ def test_openrlhf_goes_on_from_a_checkpoint_saved_after_a_transition(tmp_path: P
     saving, steps = ("--ckpt.save_steps", "3"), 5
     schedule = {2: {"dp": 1, "sharding": "zero3"}}
     whole = run(tmp_path / "job", *saving, *nereus(tmp_path / "job", schedule), steps=steps)
-    assert [done.outcome for done in transitions(tmp_path / "job")] == ["committed"]
+    (done,) = transitions(tmp_path / "job")
+    assert (done.outcome, set(done.units)) == ("committed", {"actor", "critic"})
+    parts = {"build", "move", "verify", "release"}
+    assert all(parts <= set(unit["seconds"]) for unit in done.units.values())
     words = "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1"
     words += f" --ckpt.load_enable --ckpt.path {tmp_path / 'job' / 'checkpoints'}"
     resumed = run(tmp_path / "again", *words.split(), steps=steps)
