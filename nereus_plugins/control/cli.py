@@ -34,13 +34,15 @@ from nereus_plugins.control.messages import (
 from nereus_plugins.control.offered import Offered
 from nereus_plugins.control.view import View, lines
 from nereus_plugins.spec import SpecError
-from nereus_plugins.spec.record import load_yaml
+from nereus_plugins.spec.layout import MOST_RANKS
+from nereus_plugins.spec.record import load_yaml, read_text, shown
 from nereus_plugins.trace.record import RecordError
 
 DONE, NOT_COMMITTED, USAGE, NOT_TAKEN, NO_JOB = range(5)
 WAIT_S = 20  # of one request; then it is asked again
 MOST_STEPS = 1000  # that are shown
 MOST_EVERY_S = 86400
+MOST_NOTICE_S = 10**9
 
 _EXIT = __doc__[__doc__.index("Exit status") :].replace(" of all of them", "")
 _JOB = (
@@ -83,13 +85,11 @@ def _may_wait(parser: argparse.ArgumentParser) -> None:
 
 def _transition(args: argparse.Namespace) -> int:
     try:
-        plan = load_yaml(args.plan.read_text(encoding="utf-8"), str(args.plan))
-    except UnicodeDecodeError as error:
-        raise _Usage(f"{args.plan}: not text: {error}") from None
+        plan = load_yaml(read_text(args.plan), str(args.plan))
     except (OSError, SpecError) as error:
         raise _Usage(str(error)) from None
     if not isinstance(plan, dict) or not plan:
-        raise _Usage(f"{args.plan}: no plan, which is a mapping like {{tp: 2}}; got {plan!r:.60}")
+        raise _Usage(f"{args.plan}: no plan, which is a mapping like {{tp: 2}}; got {shown(plan)}")
     if args.epoch is not None and args.epoch < 0:
         raise _Usage(f"--epoch must be at least 0, got {args.epoch}")
     client = Client(args.run_dir)
@@ -227,8 +227,10 @@ def gpus(argv: Sequence[str]) -> int:
 
 
 def _gpus(args: argparse.Namespace) -> int:
-    if args.gpus < 1 or args.notice < 0:
-        raise _Usage("gpus must be at least 1, and --notice at least 0 seconds")
+    if not 1 <= args.gpus <= MOST_RANKS:
+        raise _Usage(f"gpus must be 1 to {MOST_RANKS}, got {args.gpus}")
+    if not 0 <= args.notice <= MOST_NOTICE_S:
+        raise _Usage(f"--notice must be 0 to {MOST_NOTICE_S} seconds, got {args.notice}")
     client = Client(args.run_dir)
     reply = client.call("gpus", epoch=client.endpoint.epoch, gpus=args.gpus, notice_s=args.notice)
     if reply["state"] == REFUSED:

@@ -61,6 +61,11 @@ class Client:
         try:
             while True:
                 reply = messages.decode(self._exchange(request, REPLY_WITHIN_S + wait_s))
+                if not all(isinstance(reply.get(name), str) for name in ("state", "reason")):
+                    raise MessageError(
+                        f"what listens on port {endpoint.port} is not the job: its reply has no "
+                        "state and reason"
+                    )
                 if reply.get("state") != BUSY:
                     return reply
                 if time.monotonic() > deadline:

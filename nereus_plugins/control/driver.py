@@ -15,6 +15,7 @@ own:
 from __future__ import annotations
 
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,31 @@ class Scheduled(NamedTuple):
 
     changes: Changes
     run: Callable[[], TransitionRecord]
+
+
+def check_run_dir(folder: Path) -> Path:
+    """Make the run directory, and see that the job can go on in it: before anything is started.
+
+    Returns: `folder`. Raises: SpecError naming `nereus.run_dir` where it cannot be made or written
+    to, or where the journal of an earlier run in it is damaged.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        Journal(folder / JOURNAL_FILE).read()
+    except JournalError as error:
+        raise SpecError(
+            f"nereus.run_dir: the journal of an earlier run is damaged: {error}; move that file "
+            "away, or set nereus.run_dir to another directory"
+        ) from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SpecError(
+            f"nereus.run_dir: {folder} cannot be written to ({why}); set nereus.run_dir "
+            "to a directory of yours"
+        ) from error
+    return folder
 
 
 class Driver:

@@ -25,6 +25,7 @@ MOST_BYTES = 1 << 18  # of one request or reply
 MOST_DEPTH = 8
 MOST_TEXT = 200
 MOST_NUMBERS, MOST_NUMBER = 32, 1e18
+MOST_INTEGER = 10**15
 
 # States of a submitted plan, in the order it can have them; the last four are final.
 ACCEPTED, EXECUTING = "accepted", "executing"
@@ -74,10 +75,10 @@ def _no_constant(name: str) -> None:
 
 
 def integer(message: Mapping[str, Any], name: str) -> int:
-    """Raises: MessageError unless field `name` is a whole number from 0."""
+    """Raises: MessageError unless field `name` is a whole number from 0, and no absurd one."""
     value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MessageError(f"{name} must be a whole number from 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_INTEGER:
+        raise MessageError(f"{name} must be a whole number from 0 to {MOST_INTEGER}")
     return value
 
 

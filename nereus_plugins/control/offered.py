@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nereus_plugins.spec import GlobalPlan, Record, SpecError
-from nereus_plugins.spec.record import require, require_int
+from nereus_plugins.spec import GlobalPlan, Record
+from nereus_plugins.spec.record import (
+    load_json,
+    read_text,
+    require,
+    require_int,
+    require_number,
+    shown,
+)
 from nereus_plugins.trace import files
 
 FILE = "proposal.json"
@@ -46,6 +53,8 @@ class Offered(Record):
             isinstance(self.plan, GlobalPlan) and isinstance(self.predicted, Mapping),
             "Offered.plan must be a global plan, and Offered.predicted map names to numbers",
         )
+        for name, value in self.predicted.items():
+            require_number("Offered.predicted", shown(name), value)
 
     def fields(self) -> dict[str, Any]:
         """Of the command that submits it."""
@@ -63,7 +72,4 @@ class Offered(Record):
     def read(cls, run_dir: Path) -> Offered:
         """Raises: OSError; SpecError if it is not such a file."""
         path = run_dir / FILE
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
-        except ValueError as error:
-            raise SpecError(f"{path}: {error}") from None
+        return cls.from_dict(load_json(read_text(path), str(path)), where=str(path))

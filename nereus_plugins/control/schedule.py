@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereus_plugins.spec import FrozenMap
-from nereus_plugins.spec.record import require
+from nereus_plugins.spec.record import require, shown
 
 
 def check_schedule(
@@ -24,14 +24,14 @@ def check_schedule(
     """
     require(
         isinstance(schedule, Mapping),
-        f"nereus.schedule must map steps to plans, like {like}, got {schedule!r}",
+        f"nereus.schedule must map steps to plans, like {like}, got {shown(schedule)}",
     )
     out: dict[int, Mapping[str, Any]] = {}
     for key, plan in schedule.items():
         step = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
         require(
             isinstance(step, int) and not isinstance(step, bool) and step >= 1,
-            f"nereus.schedule: a step is a whole number from 1, got {key!r}",
+            f"nereus.schedule: a step is a whole number from 1, got {shown(key)}",
         )
         where = f"nereus.schedule.{step}"
         require(step not in out, f"{where}: this step is given twice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +11,10 @@ from typing import Any
 
 from nereus_plugins.control.client import Client, NoLiveJob
 from nereus_plugins.control.messages import REFUSED, MessageError
+from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
 from nereus_plugins.controller.journal import parse_line
+from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
     NewRecords,
@@ -111,9 +114,12 @@ def last_decision(run_dir: Path) -> dict[str, Any] | None:
         return None
     for line in reversed(lines):
         entry = parse_line(line)
-        if entry is not None and entry["kind"] == "decision":
-            decision: dict[str, Any] = entry["decision"]
-            return {key: value for key, value in decision.items() if key != "alternatives"}
+        if entry is not None and entry.get("kind") == "decision":
+            try:
+                decision = Decision.from_dict(entry.get("decision", {}))
+            except SpecError:  # of another version: `nereus decisions` says what is wrong with it
+                return None
+            return dataclasses.replace(decision, alternatives=()).to_dict()
     return None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
+from nereus_plugins.spec.record import require, require_int, require_number, shown
 
 from .decision import Decision, Numbers
 from .journal import DecisionJournal, DecisionJournalError
@@ -47,12 +48,16 @@ def main(arguments: Sequence[str]) -> int:
         if not entries:
             raise SpecError(f"{args.run}: no controller has written decisions here")
         decisions = [
-            Decision.from_dict(entry["decision"])
+            Decision.from_dict(entry.get("decision", {}), where=f"{args.run}: decision")
             for entry in entries
             if entry["kind"] == "decision"
         ]
-        proofs = [entry["proof"] for entry in entries if entry["kind"] == "proof"]
-    except (SpecError, DecisionJournalError, OSError, KeyError, TypeError) as error:
+        proofs = [
+            _checked(entry.get("proof"), f"{args.run}: proof")
+            for entry in entries
+            if entry["kind"] == "proof"
+        ]
+    except (SpecError, DecisionJournalError, OSError) as error:
         print(f"nereus decisions: {error}", file=sys.stderr)
         return 2
     if args.step is not None:
@@ -66,6 +71,24 @@ def main(arguments: Sequence[str]) -> int:
     for line in text(decisions, proofs, alternatives=args.alternatives):
         print(line)
     return 0
+
+
+def _checked(proof: Any, where: str) -> Mapping[str, Any]:
+    """Raises: SpecError where a field that is shown is not of its kind."""
+    require(isinstance(proof, Mapping), f"{where} must be an object, got {shown(proof)}")
+    require_int(where, "epoch", proof.get("epoch"), minimum=0)
+    GlobalPlan.from_dict(proof.get("plan", {}), where=f"{where}.plan")
+    for name in ("predicted_s", "predicted_spread_s", "predicted_stall_s", "stall_s"):
+        require_number(where, name, proof.get(name))
+    require_number(where, "predicted_of_s", proof.get("predicted_of_s"), above=0)
+    measured = proof.get("measured")
+    require(
+        measured is None or (isinstance(measured, list) and len(measured) == 2),
+        f"{where}.measured must be null, or a saving and its error, got {shown(measured)}",
+    )
+    for number in measured or ():
+        require_number(where, "measured", number)
+    return dict(proof)
 
 
 def text(
@@ -129,7 +152,7 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     predicted = 100 * proof["predicted_s"] / proof["predicted_of_s"]
     spread = 100 * proof["predicted_spread_s"] / proof["predicted_of_s"]
     measured = "nothing to compare with"
-    if proof["measured"] is not None:
+    if proof.get("measured") is not None:
         mean, error = proof["measured"]
         measured = f"{100 * mean:+.1f} % (+- {100 * error:.1f})"
     return (

@@ -21,7 +21,6 @@ from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.record import (
     Record,
-    RecordError,
     StepRecord,
     TransitionRecord,
     parse_record,
@@ -774,13 +773,15 @@ class Controller:
             raise DecisionJournalError(f"{journal.path}: no controller has begun in it")
         try:
             made = cls._replayed(entries[starts[-1] :], clock, transitions)
-        except (SpecError, RecordError, KeyError, TypeError, ValueError) as error:
+            said = [e["proof"] for e in entries[starts[-1] :] if e["kind"] == "proof"]
+            known = {(one["epoch"], one["step"]) for one in said}
+        except (
+            LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError,
+        ) as error:  # fmt: skip
             raise DecisionJournalError(
                 f"{journal.path}: cannot be resumed from: {error!r}"
             ) from None
         made._journal = journal
-        said = [e["proof"] for e in entries[starts[-1] :] if e["kind"] == "proof"]
-        known = {(one["epoch"], one["step"]) for one in said}
         for proof in made.proofs:  # it ended between a step and what the step proved
             if not proof.open and (proof.epoch, proof.step) not in known:
                 made._write("proof", {"proof": proof.to_dict()})

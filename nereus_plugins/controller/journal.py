@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.spec.record import shown
+
 FILE = "decisions.jsonl"
 SCHEMA = 1
 KINDS = ("start", "observation", "decision", "proof", "state")
@@ -46,7 +48,12 @@ def parse(data: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             raise DecisionJournalError(f"{name}:{number}: damaged line before the journal's end")
         if entry.get("schema") != SCHEMA:
             raise DecisionJournalError(
-                f"{name}:{number}: schema {entry.get('schema')!r}, this version reads {SCHEMA}"
+                f"{name}:{number}: schema {shown(entry.get('schema'))}, this version reads {SCHEMA}"
+            )
+        if entry.get("kind") not in KINDS:
+            raise DecisionJournalError(
+                f"{name}:{number}: kind must be one of {', '.join(KINDS)}; got "
+                f"{shown(entry.get('kind'))}"
             )
         entries.append(entry)
         good += len(line) + 1
@@ -60,7 +67,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         entry = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
 

@@ -56,7 +56,7 @@ class Observed(NamedTuple):
 def read_log(path: str | Path) -> Iterator[Observed]:
     """Each step's metrics, in the order of the file; steps without timers are left out.
 
-    Raises: OSError if the file cannot be read.
+    Raises: OSError if the file cannot be read; SpecError if it is no CSV, by whose name it goes.
     """
     for metrics in _read_metrics(Path(path)):
         yield Observed(metrics, {})
@@ -67,10 +67,13 @@ def _read_metrics(path: Path) -> Iterator[dict[str, float]]:
         yield from read_scalars(path)
         return
     if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                named = ((k, _number(v)) for k, v in row.items() if k)
-                yield {k: v for k, v in named if v is not None}
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            try:
+                for row in csv.DictReader(file):
+                    named = ((k, _number(v)) for k, v in row.items() if k)
+                    yield {k: v for k, v in named if v is not None}
+            except csv.Error as error:
+                raise SpecError(f"{path}: not CSV: {error}") from None
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -94,7 +97,7 @@ def measured_seconds(metrics: Mapping[str, float]) -> dict[ModelStage, float]:
     out = {}
     for stage, timers in TIMERS.items():
         total = sum(metrics.get(timer, 0.0) for timer in timers)
-        if timers[0] in metrics and total > 0:
+        if timers[0] in metrics and 0 < total < math.inf:
             out[stage] = total
     return out
 
@@ -105,10 +108,14 @@ def step_workload(base: WorkloadSpec, metrics: Mapping[str, float]) -> WorkloadS
     Lengths are rounded to 3 %, so that steps alike are estimated once.
     """
     response, prompt = metrics.get("response_length/mean"), metrics.get("prompt_length/mean")
-    if not response:
+    if response is None or not 0 < response < math.inf:
         return None
+    if prompt is None or not 0 < prompt < math.inf:
+        prompt = 1.0
     limit = base.response_tokens.max_tokens
     longest = metrics.get("response_length/max", float(limit or response))
+    if not 0 < longest < math.inf:
+        longest = response
 
     def rounded(value: float) -> int:
         return max(1, round(1.03 ** round(math.log(value) / math.log(1.03))))
@@ -118,7 +125,7 @@ def step_workload(base: WorkloadSpec, metrics: Mapping[str, float]) -> WorkloadS
     median = rounded(response) / math.exp(sigma * sigma / 2)
     return dataclasses.replace(
         base,
-        prompt_tokens=LengthDistribution.fixed(rounded(prompt or 1.0)),
+        prompt_tokens=LengthDistribution.fixed(rounded(prompt)),
         response_tokens=LengthDistribution.lognormal(
             max(1.0, median), sigma, max_tokens=max(rounded(longest), rounded(response))
         ),

@@ -25,12 +25,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereus_plugins.spec import Assignment, Layout, ModelStage, SpecError
-from nereus_plugins.spec.record import load_json, read_text
+from nereus_plugins.spec.record import (
+    load_json,
+    read_text,
+    require,
+    require_int,
+    require_number,
+    shown,
+    unknown_key,
+)
 
 if TYPE_CHECKING:
     from .estimate import Placed
@@ -104,7 +112,7 @@ class Filter:
             return mean, self.spread * mean
         x = predicted / self.predicted
         mean = (self.slope * x + self.level) * self.measured
-        deviation = math.sqrt(self._variance(x) + self.noise**2) * self.measured
+        deviation = math.sqrt(max(0.0, self._variance(x) + self.noise**2)) * self.measured
         return max(mean, 0.05 * x * self.measured), deviation
 
     def mean_spread(self, predicted: float) -> float:
@@ -383,29 +391,20 @@ class Calibration:
         schema = data.get("schema") if isinstance(data, Mapping) else None
         if schema != SCHEMA:
             raise SpecError(
-                f"calibration: schema {schema!r} is not {SCHEMA}: not saved by this version of "
-                "nereus calibrate"
+                f"calibration: schema {shown(schema)} is not {SCHEMA}: not saved by this version "
+                "of nereus calibrate"
             )
 
-        def filters(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[ModelStage, Layout], Filter]:
-            out = {}
-            for row in rows:
-                values = dict(row)
-                try:
-                    stage = ModelStage(values.pop("stage"))
-                    layout = Layout.from_dict(values.pop("layout"))
-                    values["cov"] = tuple(float(v) for v in values["cov"])
-                    out[stage, layout] = Filter(**values)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise SpecError(f"calibration: an entry cannot be read: {error}") from None
-            return out
+        def filters(name: str) -> dict[tuple[ModelStage, Layout], Filter]:
+            where = f"calibration.{name}"
+            rows = data.get(name, ())
+            require(isinstance(rows, (list, tuple)), f"{where} must be a list, got {shown(rows)}")
+            return dict(_filter_of(row, f"{where}[{i}]") for i, row in enumerate(rows))
 
-        return cls(
-            filters(data.get("seconds", ())),
-            filters(data.get("memory", ())),
-            int(data.get("settling", 0)),
-            float(data.get("drift_gain", _DRIFT_GAIN)),
-        )
+        settling, drift_gain = data.get("settling", 0), data.get("drift_gain", _DRIFT_GAIN)
+        require_int("calibration", "settling", settling, minimum=0)
+        require_number("calibration", "drift_gain", drift_gain, minimum=0)
+        return cls(filters("seconds"), filters("memory"), settling, float(drift_gain))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
@@ -417,3 +416,45 @@ class Calibration:
             return cls.from_dict(load_json(read_text(path), "calibration"))
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from None
+
+
+_MOST = 1e30  # of any number of a filter: its square is still one
+
+
+def _filter_of(row: Any, where: str) -> tuple[tuple[ModelStage, Layout], Filter]:
+    """One row of `Calibration.to_dict`. Raises: SpecError naming the field."""
+    require(isinstance(row, Mapping), f"{where} must be an object, got {shown(row)}")
+    fields = {field.name: field for field in dataclasses.fields(Filter)}
+    stages = [stage.value for stage in ModelStage]
+    for name in ("stage", "layout", "cov"):
+        require(name in row, f"{where}: required key {name!r} is missing")
+    for name in row:
+        if name not in fields and name not in ("stage", "layout"):
+            raise unknown_key(name, (*fields, "stage", "layout"), where)
+    if row["stage"] not in stages:
+        raise unknown_key(row["stage"], stages, f"{where}.stage")
+    layout = Layout.from_dict(row["layout"], where=f"{where}.layout")
+    values = {name: value for name, value in row.items() if name in fields}
+    for name, value in values.items():
+        if name == "cov":
+            require(
+                isinstance(value, (list, tuple)) and len(value) == 3,
+                f"{where}.cov must be three numbers, got {shown(value)}",
+            )
+            for one in value:
+                require_number(where, "cov", one, minimum=-_MOST, maximum=_MOST)
+        elif name in ("seen", "outliers"):
+            require_int(where, name, value, minimum=0)
+        elif name == "streak":
+            require_int(where, name, value, minimum=-1000)
+        else:
+            least = -_MOST if name in ("slope", "level", "drift", "last") else 0.0
+            require_number(where, name, value, minimum=least, maximum=_MOST)
+    values["cov"] = tuple(float(one) for one in values["cov"])
+    made = Filter(**values)
+    require(
+        (made.predicted > 0) == (made.measured > 0),
+        f"{where}: predicted and measured are of one observation: both are 0, or neither",
+    )
+    require(made.factor > 0, f"{where}.factor must be above 0")
+    return (ModelStage(row["stage"]), layout), made

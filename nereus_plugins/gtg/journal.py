@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.spec.record import shown
+
 SCHEMA_VERSION = 1
 KINDS = ("commit", "abort")
+# What JSON makes of the fields of a record.
+_TYPES: Mapping[str, type] = {
+    "epoch": int, "plan": dict, "digest": str, "step": int, "who": str, "when": str,
+    "reason": str, "ranks": list,
+}  # fmt: skip
 
 
 class JournalError(RuntimeError):
@@ -112,20 +119,24 @@ class Journal:
                 fields = json.loads(line)
                 if not isinstance(fields, dict):
                     raise ValueError("not an object")
-            except ValueError as error:
-                raise JournalError(f"{self.path}:{number}: damaged line: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise JournalError(f"{self.path}:{number}: damaged line: {error}") from None
             version = fields.get("schema_version")
             if version != SCHEMA_VERSION:
                 raise JournalError(
-                    f"{self.path}:{number}: schema version {version!r}, this version of Nereus "
-                    f"reads {SCHEMA_VERSION}"
+                    f"{self.path}:{number}: schema version {shown(version)}, this version of "
+                    f"Nereus reads {SCHEMA_VERSION}"
                 )
             try:
                 record = JournalRecord(**fields)
             except TypeError as error:
-                raise JournalError(f"{self.path}:{number}: {error}") from error
+                raise JournalError(f"{self.path}:{number}: {error}") from None
             if record.kind not in KINDS:
-                raise JournalError(f"{self.path}:{number}: unknown kind {record.kind!r}")
+                raise JournalError(f"{self.path}:{number}: unknown kind {shown(record.kind)}")
+            for name, kind in _TYPES.items():
+                value = getattr(record, name)
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise JournalError(f"{self.path}:{number}: {name} cannot be {shown(value)}")
             records.append(record)
         return records
 

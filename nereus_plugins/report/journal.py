@@ -9,6 +9,7 @@ from typing import NamedTuple
 from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalError
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import SpecError
+from nereus_plugins.spec.record import shown
 from nereus_plugins.trace.record import Record, TransitionRecord
 
 
@@ -48,7 +49,7 @@ def read_journal(folder: Path) -> Journal:
         proofs = tuple(_prediction(e["proof"]) for e in entries if e["kind"] == "proof")
         starts = [entry["setting"] for entry in entries if entry["kind"] == "start"]
         gpus = [JobSetting.from_dict(one).setting.cluster.gpu for one in starts]
-    except (DecisionJournalError, KeyError, TypeError, ValueError) as error:
+    except (DecisionJournalError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(f"{journal.path}: not a controller's journal: {error}") from None
     return Journal(proofs, gpus[-1].memory_bytes if gpus else None)
 
@@ -71,7 +72,7 @@ def _prediction(proof: dict[str, object]) -> Prediction:
     def number(name: str) -> float:
         value = proof[name]
         if not isinstance(value, (int, float)):
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} is {shown(value)}")
         return float(value)
 
     of_s, savings = number("predicted_of_s"), proof["savings"]

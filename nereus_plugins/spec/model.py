@@ -16,6 +16,7 @@ from .record import (
     require_bool,
     require_choice,
     require_int,
+    shown,
 )
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
@@ -203,25 +204,39 @@ class ModelSpec(Record):
             SpecError: unknown architecture, missing entry, or a feature that the spec cannot
                 represent; the message names it.
         """
-        data = _read_config(config)
+        try:
+            return cls._of_config(_read_config(config), value_head)
+        except SpecError as error:
+            named = isinstance(config, (str, Path)) and str(config) not in str(error)
+            raise SpecError(f"{config}: {error}") if named else error from None
+
+    @classmethod
+    def _of_config(cls, data: Mapping[str, Any], value_head: bool) -> ModelSpec:
         kind = data.get("model_type")
         if data.get("kv_lora_rank"):
             raise SpecError(f"model config {kind}: {_NO_MLA}")
         if kind not in _DENSE + _MOE:
             raise SpecError(
-                f"model_type {kind!r} is not known; known are {', '.join(_DENSE + _MOE)}. "
+                f"model_type {shown(kind)} is not known; known are {', '.join(_DENSE + _MOE)}. "
                 "Other models: write a ModelSpec by hand"
             )
 
-        def need(key: str) -> Any:
+        where = f"model config {kind}"
+
+        def need(key: str, minimum: int = 1) -> int:
             if data.get(key) is None:
-                raise SpecError(f"model config {kind}: entry {key!r} is missing")
-            return data[key]
+                raise SpecError(f"{where}: entry {key!r} is missing")
+            require_int(where, key, data[key], minimum=minimum)
+            return int(data[key])
+
+        for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+            if data.get(key) is not None:
+                require_int(where, key, data[key])
 
         activation = data.get("hidden_act", "silu")
         require(
             activation == "silu",
-            f"model config {kind}: hidden_act {activation!r} is not known; silu is",
+            f"model config {kind}: hidden_act {shown(activation)} is not known; silu is",
         )
         everywhere = bool(data.get("mlp_bias", False))
         attention_bias = bool(data.get("attention_bias", False))
@@ -279,6 +294,7 @@ def _read_config(config: Any) -> Mapping[str, Any]:
 
 
 def _read_moe(kind: str, data: Mapping[str, Any], need: Any) -> MoESpec:
+    where = f"model config {kind}"
     if kind == "mixtral":
         return MoESpec(
             num_experts=need("num_local_experts"),
@@ -290,23 +306,31 @@ def _read_moe(kind: str, data: Mapping[str, Any], need: Any) -> MoESpec:
             data.get("moe_layer_freq", 1) == 1,
             "model config deepseek: moe_layer_freq other than 1 is not representable",
         )
-        width = need("moe_intermediate_size")
+        width, shared = need("moe_intermediate_size"), data.get("n_shared_experts") or 0
+        leading = data.get("first_k_dense_replace") or 0
+        require_int(where, "n_shared_experts", shared, minimum=0)
+        require_int(where, "first_k_dense_replace", leading, minimum=0)
         return MoESpec(
             num_experts=need("n_routed_experts"),
             experts_per_token=need("num_experts_per_tok"),
             expert_ffn_hidden_size=width,
-            shared_ffn_hidden_size=width * (data.get("n_shared_experts") or 0),
-            num_dense_layers=data.get("first_k_dense_replace", 0),
+            shared_ffn_hidden_size=width * shared,
+            num_dense_layers=leading,
         )
-    dense = sorted(data.get("mlp_only_layers") or [])
+    dense = data.get("mlp_only_layers") or []
+    require(
+        isinstance(dense, list) and all(type(layer) is int for layer in dense),
+        f"{where}: mlp_only_layers must list layers, got {shown(dense)}",
+    )
+    dense = sorted(dense)
     require(
         data.get("decoder_sparse_step", 1) == 1 and dense == list(range(len(dense))),
         f"model config {kind}: dense layers between expert layers (decoder_sparse_step, "
         "mlp_only_layers) are not representable; leading ones are",
     )
-    shared = need("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
+    shared = need("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0
     return MoESpec(
-        num_experts=data.get("num_experts") or need("num_local_experts"),
+        num_experts=need("num_local_experts" if data.get("num_experts") is None else "num_experts"),
         experts_per_token=need("num_experts_per_tok"),
         expert_ffn_hidden_size=need("moe_intermediate_size"),
         shared_ffn_hidden_size=shared,

@@ -30,6 +30,7 @@ from .record import (
     require_choice,
     require_int,
     require_number,
+    shown,
 )
 
 A = TypeVar("A", bound="Assignment")
@@ -133,7 +134,7 @@ class Assignment(Record):
     def __post_init__(self) -> None:
         require(
             isinstance(self.devices, (tuple, list, range)),
-            f"Assignment.devices must be a sequence of device indices, got {self.devices!r}",
+            f"Assignment.devices must be a sequence of device indices, got {shown(self.devices)}",
         )
         devices = tuple(self.devices) or tuple(range(self.layout.world_size))
         object.__setattr__(self, "devices", devices)
@@ -184,7 +185,7 @@ class GlobalPlan(Record):
         for stage, assignment in self.assignments.items():
             require(
                 isinstance(stage, ModelStage) and isinstance(assignment, Assignment),
-                f"GlobalPlan.assignments must map ModelStage to Assignment, got {stage!r}",
+                f"GlobalPlan.assignments must map ModelStage to Assignment, got {shown(stage)}",
             )
         object.__setattr__(self, "assignments", FrozenMap(self.assignments))
 

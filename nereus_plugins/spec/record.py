@@ -14,6 +14,7 @@ import enum
 import json
 import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +28,51 @@ K = TypeVar("K")
 V_co = TypeVar("V_co", covariant=True)
 
 
+# What a file of settings may be at most; a trace of a million steps has a tenth of it.
+MOST_FILE_BYTES = 1 << 28
+# What repeats (`*name`) of a YAML file may add up to, in characters: a few lines of it can say
+# more than memory holds.
+MOST_REPEATED = 1 << 20
+MOST_NUMBER_TEXT = 4000  # characters of a whole number
+# Whole numbers above are not exact as a float; none of a setting is as large.
+MOST_INTEGER = 1 << 53
+
+
 class SpecError(ValueError):
     """A spec that breaks a rule. The message names the rule and the setting to change."""
+
+
+class _Shown(reprlib.Repr):
+    """`repr`, short however large or deep the value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 6
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out the longest.
+        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # In its own order.
+        if level <= 0:
+            return "{...}" if x else "{}"
+        parts = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+            for key, value in list(x.items())[: self.maxdict]
+        ]
+        return f"{{{', '.join([*parts, '...'] if len(x) > self.maxdict else parts)}}}"
+
+
+MOST_SHOWN = 160
+
+
+def shown(value: object) -> str:
+    """A value that a user gave, as an error shows it: on one line, and never long."""
+    text = _Shown().repr(dict(value) if isinstance(value, FrozenMap) else value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 class FrozenMap(Mapping[K, V_co]):
@@ -68,9 +112,9 @@ class FrozenMap(Mapping[K, V_co]):
 def unknown_key(key: object, valid: Iterable[str], where: str) -> SpecError:
     """The error for `key` found in `where`, naming the nearest of the `valid` keys."""
     names = list(valid)
-    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(shown(key).strip("'"), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(names))}"
-    return SpecError(f"{where}: unknown key {key!r}; {hint}")
+    return SpecError(f"{where}: unknown key {shown(key)}; {hint}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -81,27 +125,36 @@ def require(condition: bool, message: str) -> None:
 
 def divisors_text(value: int, most: int | None = None) -> str:
     """The divisors of `value`, up to `most`, in words: "1, 2 or 4"."""
-    found = [str(n) for n in range(1, min(value, most or value) + 1) if value % n == 0]
+    # More than these no layout takes, and to look for them would take for ever.
+    found = [str(n) for n in range(1, min(value, most or value, 1 << 17) + 1) if value % n == 0]
     return " or ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
 
 
-def require_int(owner: str, name: str, value: object, *, minimum: int = 1) -> None:
-    """`value` is an int (no bool) of at least `minimum`, else `SpecError` naming the field."""
+def require_int(
+    owner: str, name: str, value: object, *, minimum: int = 1, maximum: int = MOST_INTEGER
+) -> None:
+    """`value` is an int (no bool) within the limits, else `SpecError` naming the field."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise SpecError(f"{owner}.{name} must be an integer of at least {minimum}, got {value!r}")
+        raise SpecError(
+            f"{owner}.{name} must be an integer of at least {minimum}, got {shown(value)}"
+        )
+    if value > maximum:
+        raise SpecError(
+            f"{owner}.{name} must be an integer of at most {maximum}, got {shown(value)}"
+        )
 
 
 def require_choice(owner: str, name: str, value: object, choices: Iterable[str]) -> None:
     """`value` is one of `choices`, else `SpecError` naming the field and the choices."""
     names = tuple(choices)
     if value not in names:
-        raise SpecError(f"{owner}.{name} must be one of {', '.join(names)}; got {value!r}")
+        raise SpecError(f"{owner}.{name} must be one of {', '.join(names)}; got {shown(value)}")
 
 
 def require_bool(owner: str, name: str, value: object) -> None:
     """`value` is true or false, else `SpecError` naming the field."""
     if not isinstance(value, bool):
-        raise SpecError(f"{owner}.{name} must be true or false, got {value!r}")
+        raise SpecError(f"{owner}.{name} must be true or false, got {shown(value)}")
 
 
 def as_float(value: Any) -> float:
@@ -144,7 +197,7 @@ def require_number(
     if not ok:
         raise SpecError(
             f"{owner}.{name} must be a number{' ' if limits else ''}{' and '.join(limits)}, "
-            f"got {value!r}"
+            f"got {shown(value)}"
         )
 
 
@@ -156,7 +209,7 @@ class Record:
         """Build from a mapping of field names; `where` names the place in error messages."""
         where = where or cls.__name__
         if not isinstance(data, Mapping):
-            raise SpecError(f"{where}: expected a mapping of settings, got {data!r}")
+            raise SpecError(f"{where}: expected a mapping of settings, got {shown(data)}")
         fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.init}
         for key in data:
             if key not in fields:
@@ -174,9 +227,17 @@ class Record:
             if name not in values and no_default:
                 raise SpecError(f"{where}: required key {name!r} is missing")
         try:
-            return cls(**values)
+            made = cls(**values)
         except SpecError as error:
             raise SpecError(f"{where}: {error}") if where != cls.__name__ else error from None
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            # A value of a type that its own checks do not expect.
+            for key, value in values.items():
+                _check_type(hints[key], value, f"{where}.{key}")
+            raise SpecError(f"{where}: {error}") from None
+        for key, value in values.items():
+            _check_type(hints[key], value, f"{where}.{key}")
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; fields at their default are left out."""
@@ -224,19 +285,36 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
             if isinstance(key, (list, dict, set)):
-                line = key_node.start_mark.line + 1
-                raise SpecError(f"line {line}: a key must be a text or a number, got {key!r}")
+                raise SpecError(f"line {line}: a key must be a text or a number, got {shown(key)}")
             if key in seen:
-                raise SpecError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+                raise SpecError(f"line {line}: key {shown(key)} is given twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        # In base 16 or 60 Python reads any length.
+        if len(node.value) > MOST_NUMBER_TEXT:
+            raise SpecError(
+                f"line {node.start_mark.line + 1}: a number of {len(node.value)} digits; "
+                f"{MOST_NUMBER_TEXT} is most"
+            )
+        return int(super().construct_yaml_int(node))
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+
 
 def read_text(path: str | Path) -> str:
-    """What is in a file. Raises: SpecError naming a file that is not text; OSError."""
+    """What is in a file. Raises: SpecError naming a file that is not text, or larger than any that
+    is read whole; OSError."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_FILE_BYTES + 1)  # a device may have no end
+    if len(content) > MOST_FILE_BYTES:
+        raise SpecError(f"{path}: larger than {MOST_FILE_BYTES >> 20} MiB: is it the right file?")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not text: {error}") from None
 
@@ -252,12 +330,48 @@ def load_json(text: str, where: str) -> Any:
 def load_yaml(text: str, where: str) -> Any:
     """Parse YAML; a syntax error or a repeated key raises `SpecError` naming `where`."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        loader = _StrictLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_repeats(node, len(text))
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         # The last three: of a value that is not of its kind (a date, a number too long), of depth.
         raise SpecError(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def _check_repeats(root: yaml.Node, text_length: int) -> None:
+    """Raises: SpecError where aliases make of a short text more than can be held, or a circle."""
+    sizes: dict[int, int] = {}
+    inside: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        key = id(node)
+        if key in inside:
+            line = node.start_mark.line + 1
+            raise SpecError(f"line {line}: a value that contains itself: write it out")
+        if key not in sizes:
+            inside.add(key)
+            if isinstance(node, yaml.ScalarNode):
+                sizes[key] = len(node.value) + 1
+            elif isinstance(node, yaml.MappingNode):
+                sizes[key] = 1 + sum(size(k) + size(v) for k, v in node.value)
+            else:
+                sizes[key] = 1 + sum(map(size, node.value))
+            inside.discard(key)
+        return sizes[key]
+
+    if size(root) > 2 * text_length + MOST_REPEATED:
+        raise SpecError(
+            f"its aliases (*name) stand for more than {MOST_REPEATED} characters: write out what "
+            "is meant"
+        )
 
 
 def _one_line(error: Exception) -> str:
@@ -285,7 +399,7 @@ def _number(key: str, value: Any, where: str) -> Any:
         return int(number) if key.endswith("_bytes") else number
     except (ValueError, KeyError, OverflowError):
         example = " or a size such as 80GiB" if is_bytes else ""
-        raise SpecError(f"{where}.{key}: expected a number{example}, got {value!r}") from None
+        raise SpecError(f"{where}.{key}: expected a number{example}, got {shown(value)}") from None
 
 
 def _encode(value: Any) -> Any:
@@ -303,7 +417,8 @@ def _encode(value: Any) -> Any:
 def _decode(hint: Any, value: Any, where: str) -> Any:
     """Turn plain `value` into what the annotation `hint` asks for.
 
-    Scalars pass through unchanged: their own record checks them and knows the better message.
+    Scalars pass through unchanged: their own record checks them first and knows the better message
+    (`_check_type` looks at what is left).
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -313,7 +428,7 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         return _decode(inner, value, where)
     if origin is tuple:
         if isinstance(value, (str, bytes)) or not isinstance(value, (list, tuple)):
-            raise SpecError(f"{where}: expected a list, got {value!r}")
+            raise SpecError(f"{where}: expected a list, got {shown(value)}")
         inners = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
         if len(inners) != len(value):
             raise SpecError(f"{where}: expected {len(inners)} entries, got {len(value)}")
@@ -323,7 +438,7 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         )
     if origin in (Mapping, FrozenMap):
         if not isinstance(value, Mapping):
-            raise SpecError(f"{where}: expected a mapping, got {value!r}")
+            raise SpecError(f"{where}: expected a mapping, got {shown(value)}")
         return FrozenMap(
             (_decode(args[0], k, where), _decode(args[1], v, f"{where}.{k}"))
             for k, v in value.items()
@@ -339,3 +454,30 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
                 raise unknown_key(value, names, where)
             return hint(value)
     return value
+
+
+_SCALARS: Mapping[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text"),
+    bool: ((bool,), "true or false"),
+}
+
+
+def _check_type(hint: Any, value: Any, where: str) -> None:
+    """Raises: SpecError where a scalar in `value`, as `_decode` left it, is not of its type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is not None:
+            _check_type(next(a for a in args if a is not type(None)), value, where)
+    elif origin is tuple:
+        many = len(args) == 2 and args[1] is Ellipsis
+        for i, one in enumerate(value):
+            _check_type(args[0] if many else args[i], one, f"{where}[{i}]")
+    elif origin in (Mapping, FrozenMap):
+        for key, one in value.items():
+            _check_type(args[1], one, f"{where}.{key}")
+    elif hint in _SCALARS:
+        kinds, what = _SCALARS[hint]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
+            raise SpecError(f"{where} must be {what}, got {shown(value)}")

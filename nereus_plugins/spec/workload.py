@@ -15,6 +15,7 @@ from .record import (
     require_choice,
     require_int,
     require_number,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class LengthDistribution(Record):
         if self.max_tokens is not None:
             require_int("LengthDistribution", "max_tokens", self.max_tokens)
         if self.quantiles is not None:
+            for index, point in enumerate(self.quantiles):
+                for place, value in enumerate(point):
+                    require_number("LengthDistribution", f"quantiles[{index}][{place}]", value)
             points = tuple((float(p), float(t)) for p, t in self.quantiles)
             object.__setattr__(self, "quantiles", points)
             require(
@@ -93,7 +97,7 @@ class LengthDistribution(Record):
     def quantile(self, probability: float) -> float:
         """Length in tokens that a sequence stays within with this probability, 0 < p < 1."""
         if not 0.0 < probability < 1.0:
-            raise SpecError(f"probability must lie between 0 and 1, got {probability!r}")
+            raise SpecError(f"probability must lie between 0 and 1, got {shown(probability)}")
         if self.kind == "fixed":
             value = float(self.tokens or 0)
         elif self.kind == "lognormal":

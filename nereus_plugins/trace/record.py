@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from nereus_plugins.spec.record import shown
+
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 TRANSITION_TIMER = "nereus_transition"  # a stage of the step at whose boundary one ran
@@ -47,7 +49,7 @@ class Record:
         given = {k: v for k, v in data.items() if k != "schema"}
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(given) - known):
-            raise RecordError(f"{cls.kind} record: unknown field {unknown[0]!r}")
+            raise RecordError(f"{cls.kind} record: unknown field {shown(unknown[0])}")
         try:
             record = cls(**given)
         except TypeError as error:
@@ -77,7 +79,7 @@ class Record:
             for one in value.values() if isinstance(value, Mapping) else (value,):
                 if inner in ("int", "float") and not _is_number(one):
                     raise RecordError(
-                        f"{self.kind} record: field {f.name!r} must hold numbers, got {one!r:.40}"
+                        f"{self.kind} record: field {f.name!r} must hold numbers, got {shown(one)}"
                     )
 
 
@@ -191,7 +193,7 @@ def parse_record(data: Any) -> Record:
     cls = KINDS.get(name.removeprefix("nereus."))
     if cls is None or version != str(SCHEMA_VERSION):
         raise RecordError(
-            f"schema {data['schema']!r} is not known to this version "
+            f"schema {shown(data['schema'])} is not known to this version "
             f"(it reads nereus.{{{','.join(KINDS)}}}/{SCHEMA_VERSION})"
         )
     return cls.from_dict(data)
@@ -267,10 +269,10 @@ def _file_of(path: str | os.PathLike[str]) -> Path:
 def _parse_line(file: Path, number: int, line: bytes) -> Record:
     try:
         return parse_record(json.loads(line.decode("utf-8", "replace")))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RecordError(f"{file}:{number}: not JSON: {error}") from None
     except RecordError as error:
         raise RecordError(f"{file}:{number}: {error}") from None
+    except (ValueError, RecursionError) as error:  # also a number too long to be one
+        raise RecordError(f"{file}:{number}: not JSON: {error}") from None
 
 
 def now_s() -> float:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nereus_plugins.spec import Layout, SpecError
@@ -34,7 +34,7 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
             reward = record.reward
             yield (
                 f"step {record.step:5d}  epoch {record.epoch}  {record.step_s:8.2f} s  "
-                f"{record.tokens.get('total', 0):>9,d} tokens  "
+                f"{record.tokens.get('total', 0):>9,.0f} tokens  "
                 + (f"reward {reward:.3f}  " if reward is not None else "")
                 + _plan(record.plan)
             )
@@ -56,18 +56,21 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
 
 def transition_lines(record: TransitionRecord) -> list[str]:
     """A short block. Raises: RecordError where what it shows is not of the schema."""
-    try:
-        return list(_transition_lines(record))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RecordError(
-            f"transition record after step {record.step}: a field is not of its schema: {error!r}"
-        ) from None
-
-
-def _transition_lines(record: TransitionRecord) -> Iterator[str]:
-    yield f"transition after step {record.step}: {record.outcome} in {record.stall_s:.2f} s"
+    out = [f"transition after step {record.step}: {record.outcome} in {record.stall_s:.2f} s"]
     if record.reason:
-        yield f"  because {record.reason}"
+        out.append(f"  because {record.reason}")
+    for name, part in _PARTS.items():
+        try:
+            out += part(record)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise RecordError(
+                f"transition record after step {record.step}: field {name!r} is not of its schema: "
+                f"{error!r}"
+            ) from None
+    return out
+
+
+def _predicted(record: TransitionRecord) -> Iterator[str]:
     if "transition_s" in record.predicted:
         said = record.predicted
         then = [
@@ -76,22 +79,37 @@ def _transition_lines(record: TransitionRecord) -> Iterator[str]:
             if name in said
         ]
         yield f"  predicted: {said['transition_s']:.2f} s, {' '.join(then)}"
+
+
+def _background(record: TransitionRecord) -> Iterator[str]:
     if "hidden_s" in record.background:
         yield f"  in the background: {record.background['hidden_s']:.2f} s more"
     elif record.background:
         yield f"  not in the background: {record.background['exposed']}"
+
+
+def _ranks(record: TransitionRecord) -> Iterator[str]:
     if record.ranks:
         joined, left = (len(record.ranks[key]) for key in ("joined", "left"))
         yield (
             f"  ranks: {record.ranks['from']} -> {record.ranks['to']}, {joined} joined, {left} left"
         )
+
+
+def _units(record: TransitionRecord) -> Iterator[str]:
     for name, unit in record.units.items():
         moved = unit.get("bytes_wire", 0)
         yield f"  {name}: {unit.get('from')} -> {unit.get('to')}, {moved:,} bytes moved"
+
+
+def _knobs(record: TransitionRecord) -> Iterator[str]:
     for name, change in record.knobs.items():
         was, now = change["from"], change["to"]
         changed = [f"{k} {was.get(k)} -> {now.get(k)}" for k in now if was.get(k) != now.get(k)]
         yield f"  {name} knobs: {', '.join(changed)}"
+
+
+def _rollout(record: TransitionRecord) -> Iterator[str]:
     if record.rollout:
         numbers = (
             f"{len(record.rollout[key])} {key}"
@@ -102,6 +120,17 @@ def _transition_lines(record: TransitionRecord) -> Iterator[str]:
             f"  rollout: tp {record.rollout['from']['tp']} -> {record.rollout['to']['tp']}, "
             f"replicas: {', '.join(numbers)}"
         )
+
+
+# In the order in which they are shown; by field, so that one that cannot be shown is named.
+_PARTS: Mapping[str, Callable[[TransitionRecord], Iterator[str]]] = {
+    "predicted": _predicted,
+    "background": _background,
+    "ranks": _ranks,
+    "units": _units,
+    "knobs": _knobs,
+    "rollout": _rollout,
+}
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

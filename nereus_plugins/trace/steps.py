@@ -22,18 +22,24 @@ def read_run(path: str | Path) -> Iterator[Observed]:
     try:
         for record in read_records(path):
             if isinstance(record, StepRecord) and record.samples > 0:
-                yield observed_of(record)
+                yield observed_of(record, f"{path}: step {record.step}: plan")
     except RecordError as error:
         raise SpecError(str(error)) from None
 
 
-def observed_of(record: StepRecord) -> Observed:
-    """A step's metrics by verl's names, and its layouts by unit."""
+def observed_of(record: StepRecord, where: str = "plan") -> Observed:
+    """A step's metrics by verl's names, and its layouts by unit.
+
+    Raises: SpecError naming `where` if its plan is not of layouts.
+    """
     metrics = {f"timing_s/{name}": float(value) for name, value in record.stages_s.items()}
     metrics |= {name: float(value) for name, value in record.metrics.items()}
     metrics["step"] = float(record.step)
     for name in ("prompt", "response"):
         if name in record.tokens:
             metrics.setdefault(f"{name}_length/mean", record.tokens[name] / record.samples)
-    layouts = {unit: Layout.from_dict(fields) for unit, fields in record.plan.items()}
+    layouts = {
+        unit: Layout.from_dict(fields, where=f"{where}.{unit}")
+        for unit, fields in record.plan.items()
+    }
     return Observed(metrics, layouts)

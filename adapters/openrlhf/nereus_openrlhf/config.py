@@ -32,6 +32,7 @@ from nereus_plugins.spec.record import (
     require_choice,
     require_int,
     require_number,
+    shown,
     unknown_key,
 )
 
@@ -83,7 +84,7 @@ class NereusConfig(Record):
             require_number("nereus", name, getattr(self, name), above=0.0)
         require(
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
-            f"nereus.run_dir must be a directory, got {self.run_dir!r}",
+            f"nereus.run_dir must be a directory, got {shown(self.run_dir)}",
         )
         require(
             self.controller is None or self.control,
@@ -155,7 +156,7 @@ def check_plan(plan: Any, where: str) -> Mapping[str, Any]:
     """One plan as it is written in the schedule. Raises: SpecError naming the setting."""
     require(
         isinstance(plan, Mapping) and len(plan) > 0,
-        f"{where} must be fields of a layout, or models with such, got {plan!r}",
+        f"{where} must be fields of a layout, or models with such, got {shown(plan)}",
     )
     of_units = {key: value for key, value in plan.items() if key != ROLLOUT}
     if ROLLOUT in plan:
@@ -173,7 +174,7 @@ def check_plan(plan: Any, where: str) -> Mapping[str, Any]:
 def _check_fields(fields: Any, valid: Sequence[str], where: str) -> None:
     require(
         isinstance(fields, Mapping) and len(fields) > 0,
-        f"{where} must be a mapping with some of {', '.join(valid)}, got {fields!r}",
+        f"{where} must be a mapping with some of {', '.join(valid)}, got {shown(fields)}",
     )
     for key, value in fields.items():
         if key not in valid:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from nereus_openrlhf import capabilities, openrlhf_private
 from nereus_openrlhf.config import ROLLOUT, NereusConfig, by_unit
+from nereus_plugins.control.driver import check_run_dir
 from nereus_plugins.spec import Layout, ModelSpec, SpecError
 
 # What `run` raises where the job, as it is configured, cannot run.
@@ -94,18 +94,8 @@ def plan_targets(
 
 
 def _run_dir(nereus: NereusConfig, args: Any) -> Path:
-    """Raises: SpecError if it cannot be made or written to."""
-    folder = Path.cwd() / (nereus.run_dir or Path(args.ckpt.path) / "nereus")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(
-            f"nereus.run_dir: {folder} cannot be written to ({why}); set it to a directory of yours"
-        ) from error
-    return folder
+    """Raises: SpecError if the job cannot have it."""
+    return check_run_dir(Path.cwd() / (nereus.run_dir or Path(args.ckpt.path) / "nereus"))
 
 
 def _hf_config(args: Any, unit: str) -> Mapping[str, Any]:

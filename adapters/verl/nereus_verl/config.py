@@ -38,6 +38,7 @@ from nereus_plugins.spec.record import (
     require_bool,
     require_int,
     require_number,
+    shown,
     unknown_key,
 )
 
@@ -105,13 +106,13 @@ class NereusConfig(Record):
         require(
             self.background_share <= 1.0,
             "nereus.background_share is a part of the time, above 0 and at most 1, got "
-            f"{self.background_share!r}",
+            f"{shown(self.background_share)}",
         )
         if self.memory_budget_gib is not None:
             require_number("nereus", "memory_budget_gib", self.memory_budget_gib, above=0.0)
         require(
             self.run_dir is None or (isinstance(self.run_dir, str) and self.run_dir != ""),
-            f"nereus.run_dir must be a directory or null, got {self.run_dir!r}",
+            f"nereus.run_dir must be a directory or null, got {shown(self.run_dir)}",
         )
         require(
             self.controller is None or self.control,
@@ -125,7 +126,7 @@ class NereusConfig(Record):
     def from_dict(cls, data: Mapping[str, Any], *, where: str | None = None) -> NereusConfig:
         """Raises: SpecError naming the setting, and for an unknown one the nearest valid."""
         if not isinstance(data, Mapping):
-            raise SpecError(f"nereus: expected a mapping of settings, got {data!r}")
+            raise SpecError(f"nereus: expected a mapping of settings, got {shown(data)}")
         names = [f.name for f in dataclasses.fields(cls)]
         for key in data:
             if key not in names:
@@ -144,7 +145,7 @@ def _check_scheduled(plan: Any, where: str) -> Mapping[str, Any]:
     """Raises: SpecError naming the setting."""
     require(
         isinstance(plan, Mapping) and len(plan) > 0,
-        f"{where} must be fields of layout or knobs, or units with such, got {plan!r}",
+        f"{where} must be fields of layout or knobs, or units with such, got {shown(plan)}",
     )
     return check_plan(plan, where)
 
@@ -173,7 +174,8 @@ def check_plan(plan: Mapping[str, Any], where: str) -> Mapping[str, Any]:
                 raise unknown_key(unit, (*UNITS, *BESIDE), where)
             require(
                 isinstance(layout, Mapping),
-                f"{where}.{unit} must be fields of layout or knobs, like {{tp: 2}}, got {layout!r}",
+                f"{where}.{unit} must be fields of layout or knobs, like {{tp: 2}}, got "
+                f"{shown(layout)}",
             )
             _check_fields(layout, UNIT_FIELDS, f"{where}.{unit}")
         return whole
@@ -185,7 +187,7 @@ def _check_rollout(fields: Any, where: str) -> None:
     require(
         isinstance(fields, Mapping) and len(fields) > 0,
         f"{where} must be a mapping with some of {', '.join(ROLLOUT_FIELDS)}, like {{tp: 2}}, got "
-        f"{fields!r}",
+        f"{shown(fields)}",
     )
     _check_fields(fields, ROLLOUT_FIELDS, where)
 
@@ -195,7 +197,7 @@ def _check_leave(ranks: Any, where: str) -> None:
         isinstance(ranks, (list, tuple))
         and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks)
         and len(set(ranks)) == len(ranks),
-        f"{where} must list ranks, like [0, 3], each once, got {ranks!r}",
+        f"{where} must list ranks, like [0, 3], each once, got {shown(ranks)}",
     )
 
 

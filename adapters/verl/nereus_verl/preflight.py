@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.control.driver import check_run_dir
 from nereus_plugins.spec import Layout, ModelSpec, SpecError
 from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private
 from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
@@ -213,21 +213,11 @@ def check_reached(steps: Iterable[int], last: int, setting: str) -> None:
 
 
 def _run_dir(nereus: NereusConfig, config: Mapping[str, Any]) -> Path:
-    """Raises: SpecError if it cannot be made or written to."""
+    """Raises: SpecError if the job cannot have it."""
     folder = Path.cwd() / str(config["trainer"]["default_local_dir"]) / "nereus"
     if nereus.run_dir is not None:
         folder = Path.cwd() / nereus.run_dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(
-            f"nereus.run_dir: {folder} cannot be written to ({why}); set nereus.run_dir "
-            "to a directory of yours"
-        ) from error
-    return folder
+    return check_run_dir(folder)
 
 
 def _model_path(config: Mapping[str, Any], unit: UnitConfig) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_plugins.spec import Layout, SpecError
+from nereus_plugins.spec.record import load_json, read_text, require, require_int, shown
 from nereus_plugins.trace import files
 from nereus_verl import jobconfig
 from nereus_verl.knobs import UnitKnobs, knob_settings
@@ -70,24 +71,25 @@ def check(folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any]
     Args:
         layouts: by unit, those the job starts in.
 
-    Raises: LayoutMismatch naming the settings to start with.
+    Raises: LayoutMismatch naming the settings to start with, or what is wrong with the stamp.
     """
     path = folder / FILE
     if not path.exists():
         return
-    stamp = json.loads(path.read_text(encoding="utf-8"))
-    if stamp.get("schema_version") != SCHEMA_VERSION:
+    try:
+        ranks, saved = _read(path)
+    except (OSError, SpecError) as error:
         raise LayoutMismatch(
-            f"{path}: schema version {stamp.get('schema_version')!r} is not known to this version "
-            f"(it reads {SCHEMA_VERSION})"
-        )
+            f"{error}. This file says which layout the checkpoint was saved in: resume from "
+            "another one (trainer.resume_from_path); or, if this job starts in that layout, remove "
+            "the file"
+        ) from None
     world = jobconfig.world_size(config)
-    if stamp["world_size"] != world:
+    if ranks != world:
         raise LayoutMismatch(
-            f"{folder} was saved by {stamp['world_size']} ranks, this job has {world}; set "
-            f"trainer.nnodes and trainer.n_gpus_per_node to start with {stamp['world_size']}"
+            f"{folder} was saved by {ranks} ranks, this job has {world}; set "
+            f"trainer.nnodes and trainer.n_gpus_per_node to start with {ranks}"
         )
-    saved = {name: Layout.from_dict(fields) for name, fields in stamp["layouts"].items()}
     differ = [name for name in layouts if name in saved and saved[name] != layouts[name]]
     # The reference is not in a checkpoint; it may start in any layout.
     differ = [name for name in differ if name != "ref"]
@@ -105,6 +107,27 @@ def check(folder: Path, layouts: Mapping[str, Layout], config: Mapping[str, Any]
         f"{folder} was saved in another layout than this job starts in: saved {was}; now {now}. "
         f"Start the job with: {settings}"
     )
+
+
+def _read(path: Path) -> tuple[int, dict[str, Layout]]:
+    """(ranks, layouts by unit) of a stamp. Raises: SpecError naming file and field; OSError."""
+    stamp = load_json(read_text(path), str(path))
+    require(isinstance(stamp, dict), f"{path}: expected an object, got {shown(stamp)}")
+    version, layouts = stamp.get("schema_version"), stamp.get("layouts")
+    require(
+        version == SCHEMA_VERSION,
+        f"{path}: schema version {shown(version)} is not known to this version (it reads "
+        f"{SCHEMA_VERSION})",
+    )
+    require_int(str(path), "world_size", stamp.get("world_size"))
+    require(
+        isinstance(layouts, dict),
+        f"{path}: layouts must map units to layouts, got {shown(layouts)}",
+    )
+    named = layouts.items()
+    return stamp["world_size"], {
+        n: Layout.from_dict(f, where=f"{path}: layouts.{n}") for n, f in named
+    }
 
 
 def resume_folder(config: Mapping[str, Any]) -> Path | None:
