@@ -61,7 +61,7 @@ def check_run_dir(folder: Path) -> Path:
     to, or where the journal of an earlier run in it is damaged.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
             pass
         Journal(folder / JOURNAL_FILE).read()

@@ -298,6 +298,7 @@ def only_one(run_dir: Path, parent: int) -> Iterator[bool]:
     # The kernel takes the lock back from a process that is gone, however it went.
     lock = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        os.fchmod(lock, 0o600)  # also where the file existed with wider rights
         said = False
         while os.getppid() == parent:
             try:

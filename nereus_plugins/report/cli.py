@@ -17,7 +17,7 @@ from nereus_plugins.sim.constants import BASIS, Constants
 from nereus_plugins.sim.truth import TruthSpec
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace import files
-from nereus_plugins.trace.conditions import Trace, find
+from nereus_plugins.trace.conditions import MOST_STEPS, Trace, find
 
 from . import measured, sensitivity, simulated
 from .compare import comparison
@@ -83,11 +83,14 @@ def _baseline(args: argparse.Namespace, names: Sequence[str]) -> str:
     return args.baseline or names[0]
 
 
-def _at_least_one(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
+_MOST = {"seeds": 1000, "steps": MOST_STEPS, "jobs": 1000}
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name, most in _MOST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SpecError(f"--{name} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= most:
+            raise SpecError(f"--{name} must be 1 to {most}, got {value}")
 
 
 def _check_folder(folder: Path) -> None:
@@ -99,7 +102,7 @@ def _check_folder(folder: Path) -> None:
 
 def request(args: argparse.Namespace) -> simulated.Request:
     """What is to be simulated, checked. Raises: SpecError; OSError."""
-    _at_least_one(args, "seeds", "steps", "jobs")
+    _check_counts(args)
     names = tuple(dict.fromkeys(n.strip() for n in (args.policies or "").split(",") if n.strip()))
     if not names:
         raise SpecError(f"--policies is required: choose from {', '.join(running.POLICIES)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from .layout import MOST_RANKS
 from .record import Record, SpecError, require_int, require_number
 
 
@@ -67,6 +68,10 @@ class ClusterSpec(Record):
     def __post_init__(self) -> None:
         require_int("ClusterSpec", "nodes", self.nodes)
         require_int("ClusterSpec", "gpus_per_node", self.gpus_per_node)
+        if self.world_size > MOST_RANKS:
+            raise SpecError(
+                f"ClusterSpec: nodes * gpus_per_node = {self.world_size} GPUs; {MOST_RANKS} is most"
+            )
         for name, kind in (("gpu", GPUSpec), ("intra_node", LinkSpec), ("inter_node", LinkSpec)):
             if not isinstance(getattr(self, name), kind):
                 raise SpecError(f"ClusterSpec.{name} must be a {kind.__name__}")

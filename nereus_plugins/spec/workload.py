@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 KINDS = ("fixed", "lognormal", "quantiles")
+MOST_SIGMA = 10.0  # more is a typing error: the mean would be 10^21 times the median
+MOST_SEQUENCES = 1 << 18  # of an iteration; estimates look at every one of them
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -64,7 +66,7 @@ class LengthDistribution(Record):
         if self.median_tokens is not None:
             require_number("LengthDistribution", "median_tokens", self.median_tokens, minimum=1)
         if self.sigma is not None:
-            require_number("LengthDistribution", "sigma", self.sigma, above=0)
+            require_number("LengthDistribution", "sigma", self.sigma, above=0, maximum=MOST_SIGMA)
         if self.max_tokens is not None:
             require_int("LengthDistribution", "max_tokens", self.max_tokens)
         if self.quantiles is not None:
@@ -184,6 +186,11 @@ class WorkloadSpec(Record):
         if self.mini_batch_prompts is None:
             object.__setattr__(self, "mini_batch_prompts", self.prompts_per_step)
         require_int("WorkloadSpec", "mini_batch_prompts", self.mini_batch_prompts)
+        require(
+            self.sequences_per_step <= MOST_SEQUENCES,
+            f"WorkloadSpec: prompts_per_step * samples_per_prompt = {self.sequences_per_step} "
+            f"sequences; {MOST_SEQUENCES} is most",
+        )
         require(
             self.prompts_per_step % (self.mini_batch_prompts or 1) == 0,
             f"mini_batch_prompts={self.mini_batch_prompts} must divide "

@@ -29,6 +29,8 @@ def replace(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
     mode = 0o600 if private else 0o666
     try:
         with open(beside, "w", encoding="utf-8", opener=lambda p, f: os.open(p, f, mode)) as file:
+            if private:  # also where one was left with wider rights
+                os.fchmod(file.fileno(), mode)
             file.writelines(parts)
         os.replace(beside, path)
     except BaseException:

@@ -215,6 +215,7 @@ class RecordWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self.path)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.fchmod(descriptor, 0o600)  # also where the file existed with wider rights
         self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

@@ -102,5 +102,11 @@ def _hf_config(args: Any, unit: str) -> Mapping[str, Any]:
     from transformers import AutoConfig
 
     path = getattr(args, "actor" if unit == "ref" else unit).model_name_or_path
-    fields: Mapping[str, Any] = AutoConfig.from_pretrained(path, trust_remote_code=True).to_dict()
+    flag = f"--{'actor' if unit == 'ref' else unit}.model_name_or_path"
+    try:
+        # The architectures that have a spec need no code that comes with a model.
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{flag} {path}: its configuration cannot be read: {error}") from None
+    fields: Mapping[str, Any] = loaded.to_dict()
     return fields

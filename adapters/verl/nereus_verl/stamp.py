@@ -124,9 +124,9 @@ def _read(path: Path) -> tuple[int, dict[str, Layout]]:
         isinstance(layouts, dict),
         f"{path}: layouts must map units to layouts, got {shown(layouts)}",
     )
-    named = layouts.items()
     return stamp["world_size"], {
-        n: Layout.from_dict(f, where=f"{path}: layouts.{n}") for n, f in named
+        name: Layout.from_dict(fields, where=f"{path}: layouts.{name}")
+        for name, fields in layouts.items()
     }
 
 
