@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nereus_plugins.spec import ClusterSpec, GPUSpec, LinkSpec, SpecError
+from nereus_plugins.spec.layout import MOST_RANKS
 from nereus_plugins.spec.record import require_int
 
 from .estimate import Estimate, StageEstimate
@@ -32,8 +33,8 @@ def cluster_of(
         known = find_gpu(gpu)
     except KeyError as error:
         raise SpecError(str(error.args[0])) from None
-    require_int("cluster", "gpus", gpus)
-    require_int("cluster", "gpus_per_node", gpus_per_node)
+    require_int("cluster", "gpus", gpus, maximum=MOST_RANKS)
+    require_int("cluster", "gpus_per_node", gpus_per_node, maximum=MOST_RANKS)
     per_node = min(gpus_per_node, gpus)
     if gpus % per_node:
         raise SpecError(f"gpus={gpus} is not a multiple of gpus_per_node={per_node}")

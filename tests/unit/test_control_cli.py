@@ -274,8 +274,8 @@ def test_a_job_that_dies_before_it_answers(
         ("tp: 2", ["--epoch", "-1"], 2, "--epoch must be at least 0"),
         ("tp: [", [], 2, "not valid YAML"),
         ("tp: 1\ntp: 2", [], 2, "given twice"),
-        ("at: 2026-01-01", [], 2, "cannot be sent as JSON"),
-        ("a: &a [*a]", [], 2, "cannot be sent as JSON"),
+        ("at: 2026-01-01", [], 2, "a value that contains itself"),
+        ("a: &a [*a]", [], 2, "a value that contains itself"),
     ],
 )
 def test_plans_that_are_none(

@@ -106,7 +106,8 @@ def test_a_transition_of_another_shape_is_said_not_raised(
     (tmp_path / RECORDS_FILE).write_text(json.dumps(data) + "\n")
     assert main([command, str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"nereus {command}: transition record after step {data['step']}: a field" in said
+    where = f"nereus {command}: transition record after step {data['step']}"
+    assert f"{where}: field {next(iter(change))!r} is not of its schema" in said
 
 
 def test_missing_field_and_bad_line_name_file_and_line(tmp_path: Path) -> None:
