@@ -188,7 +188,9 @@ class Inbox:
             if self._takes_gpus:
                 raise Refused(self._takes_gpus)
             if gpus < self._fewest_gpus:
-                raise Refused(f"this job cannot go on with fewer than {self._fewest_gpus} GPUs")
+                raise Refused(
+                    f"gpus: this job cannot go on with fewer than {self._fewest_gpus} GPUs"
+                )
             self._granted = Granted(gpus, time.monotonic() + notice_s)
         return self.status()
 

@@ -12,6 +12,7 @@ from nereus_plugins.spec.record import (
     require_choice,
     require_int,
     require_number,
+    shown,
     unknown_key,
 )
 
@@ -64,7 +65,7 @@ def read_settings(settings: Any, where: str) -> ControllerConfig | None:
         return None
     require(
         isinstance(settings, Mapping),
-        f"{where} must be a mapping of settings, like {{mode: act}}, got {settings!r:.60}",
+        f"{where} must be a mapping of settings, like {{mode: act}}, got {shown(settings)}",
     )
     # YAML reads a bare off as false.
     if settings.get("mode", False) in (False, "off"):
@@ -74,6 +75,6 @@ def read_settings(settings: Any, where: str) -> ControllerConfig | None:
         return None
     require(
         settings["mode"] in MODES,
-        f"{where}.mode must be one of off, {', '.join(MODES)}; got {settings['mode']!r}",
+        f"{where}.mode must be one of off, {', '.join(MODES)}; got {shown(settings['mode'])}",
     )
     return ControllerConfig.from_dict(settings, where=where)
