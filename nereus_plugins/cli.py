@@ -6,21 +6,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from nereus_plugins import __version__
 
 
 def _selftest(arguments: Sequence[str]) -> int:
-    try:
-        from nereus_plugins.selftest import main
-    except ModuleNotFoundError as error:
-        return _missing(error, "selftest", "megatron")
+    from nereus_plugins.selftest import main
+
     return main(arguments)
 
 
 def _demo(arguments: Sequence[str]) -> int:
     try:
-        from nereus_verl.demo import main
+        if find_spec("verl") is None:
+            raise ModuleNotFoundError(name="verl")
+        from nereus_verl.demo.run import main
     except ModuleNotFoundError as error:
         return _missing(error, "demo", "verl")
     return main(arguments)

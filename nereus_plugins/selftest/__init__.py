@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BACKENDS = ("megatron", "fsdp2", "deepspeed")
 _PACKAGES = {"megatron": "megatron.core", "fsdp2": "torch", "deepspeed": "deepspeed"}
 CPU_RANKS = 4
+MOST_RANKS = 64  # each a process of this machine, with torch in it
+MOST_TRANSITIONS = 10**6
 LIMIT_S = 1800.0
 KILL_TIMEOUT_S = 10.0
 SNAPSHOTS = "nereus_plugins.selftest.snapshots"
@@ -29,23 +31,26 @@ SNAPSHOTS = "nereus_plugins.selftest.snapshots"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the proofs and print a table. Exit status: 0 all passed, 1 not, 2 cannot run here."""
     args = _parser().parse_args(argv)
+    if not 0 <= args.transitions <= MOST_TRANSITIONS:
+        return _cannot(f"--transitions must be 0 to {MOST_TRANSITIONS}, got {args.transitions}")
+    if args.ranks is not None and not 2 <= args.ranks <= MOST_RANKS:
+        return _cannot(f"--ranks must be 2 to {MOST_RANKS}, got {args.ranks}")
+    if not _installed("torch"):
+        return _cannot("torch is not installed; pip install 'nereus-plugins[megatron]'")
     import torch
 
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        print("nereus selftest: --device cuda, but torch sees no CUDA device", file=sys.stderr)
-        return 2
+        return _cannot("--device cuda, but torch sees no CUDA device")
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     ranks = (gpus or CPU_RANKS) if args.ranks is None else args.ranks
     if ranks < 2 or (gpus and ranks > gpus):
-        print(
-            f"nereus selftest: {ranks} ranks cannot run here: it takes at least 2, and a GPU for "
-            "each; set --ranks, or --device cpu",
-            file=sys.stderr,
+        return _cannot(
+            f"{ranks} ranks cannot run here: it takes at least 2, and a GPU for each; set --ranks, "
+            "or --device cpu"
         )
-        return 2
     backends: tuple[str, ...] = BACKENDS if args.backend == "all" else (args.backend,)
     for missing in [b for b in backends if not _installed(_PACKAGES[b])]:
         _say(f"{missing}: not installed; pip install 'nereus-plugins[{missing}]'", args.json)
@@ -163,6 +168,11 @@ def _installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the parent package is not there
         return False
+
+
+def _cannot(why: str) -> int:
+    print(f"nereus selftest: {why}", file=sys.stderr)
+    return 2
 
 
 def _row(check: Check) -> str:

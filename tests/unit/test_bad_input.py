@@ -8,6 +8,7 @@ import copy
 import json
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,11 @@ WRONG_VALUES: list[tuple[list[str], str]] = [
     (["records", "NOWHERE"], "NOWHERE"),
     (["decisions", "NOWHERE"], "NOWHERE"),
     (["report", "NOWHERE", "-o", "OUT"], "NOWHERE"),
+    (["selftest", "--transitions", "-1"], "--transitions must be 0 to 1000000, got -1"),
+    (["selftest", "--ranks", "many"], "--ranks"),
+    (["selftest", "--ranks", "1"], "--ranks must be 2 to 64, got 1"),
+    (["selftest", "--ranks", "1000000"], "--ranks must be 2 to 64"),
+    (["selftest", "--backend", "abacus"], "--backend"),
     (["teleport"], "invalid choice"),
     ([], "COMMAND"),
 ]  # fmt: skip
@@ -463,3 +469,14 @@ def test_a_checkpoint_whose_stamp_is_damaged(content: bytes, named: str, tmp_pat
     assert str(tmp_path / stamp.FILE) in str(error.value)
     assert named in str(error.value)
     assert "trainer.resume_from_path" in str(error.value)
+
+
+@pytest.mark.parametrize(("command", "package"), [("selftest", "torch"), ("demo", "verl")])
+def test_what_is_not_installed_is_said(
+    command: str, package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed here")
+    assert run([command]) == WRONG_USAGE
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert f"{package} is not installed; pip install" in error

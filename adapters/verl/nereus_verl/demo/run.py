@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps < 6:
         parser.error("--steps: at least 6, or there is nothing to see between two transitions")
+    if not 0 < args.timeout < float("inf"):
+        parser.error("--timeout: a number of seconds above 0")
     directory = args.dir or Path(tempfile.mkdtemp(prefix="nereus-demo-"))
     ranks = args.ranks or _ranks_for_this_machine()
     return _run(Console(width=max(Console().width, 100)), args, ranks, directory.resolve())
