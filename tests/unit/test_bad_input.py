@@ -226,7 +226,7 @@ WRONG_VALUES: list[tuple[list[str], str]] = [
     (["drain", "--notice", "-1"], "--notice must be a number of seconds from 0"),
     (["drain", "--notice", "nan"], "--notice must be a number of seconds from 0"),
     (["drain", "--notice", "soon"], "--notice"),
-    (["transition", "RUN", "LENGTHS", "--epoch", "-1"], "--epoch must be at least 0"),
+    (["transition", "RUN", "PLAN", "--epoch", "-1"], "--epoch must be at least 0"),
     (["transition", "NOWHERE", "LENGTHS"], "NOWHERE is no directory"),
     (["status", "NOWHERE"], "NOWHERE is no directory"),
     (["records", "NOWHERE"], "NOWHERE"),
@@ -253,7 +253,9 @@ def test_a_wrong_value_is_named_before_any_work(
     run_dir, out, lengths = tmp_path / "run", tmp_path / "out", tmp_path / "lengths.csv"
     run_dir.mkdir()
     lengths.write_text("step,mean_response_tokens\n1,500\n2,600\n")
-    places = {"RUN": run_dir, "OUT": out, "LENGTHS": lengths}
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("tp: 2\n")
+    places = {"RUN": run_dir, "OUT": out, "LENGTHS": lengths, "PLAN": plan}
     status = run([str(places.get(word, word)) for word in words])
     said = capsys.readouterr()
     assert (status, said.out) == (WRONG_USAGE, ""), said.err
