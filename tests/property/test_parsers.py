@@ -325,7 +325,7 @@ HOSTILE = st.sampled_from(
     max_leaves=6,
 )  # fmt: skip
 QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 # What a message calls a field whose value is right in itself.
 OTHER_WORDS = {
