@@ -274,7 +274,7 @@ def test_a_job_that_dies_before_it_answers(
         ("tp: 2", ["--epoch", "-1"], 2, "--epoch must be at least 0"),
         ("tp: [", [], 2, "not valid YAML"),
         ("tp: 1\ntp: 2", [], 2, "given twice"),
-        ("at: 2026-01-01", [], 2, "a value that contains itself"),
+        ("at: 2026-01-01", [], 2, "cannot be sent as JSON"),
         ("a: &a [*a]", [], 2, "a value that contains itself"),
     ],
 )
