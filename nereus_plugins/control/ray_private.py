@@ -50,6 +50,12 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
     return found
 
 
+def free(kind: str) -> int:
+    """How many of a resource nobody has, whole ones, on nodes that stay."""
+    goes = draining()
+    return sum(int(has.get(kind, 0.0)) for node, has in free_by_node().items() if node not in goes)
+
+
 def drain(address: str, node_ip: str, within_s: float, why: str) -> str:
     """Have Ray drain the living node at `node_ip`, which is going to go after `within_s`.
 

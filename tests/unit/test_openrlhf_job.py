@@ -21,6 +21,7 @@ from nereus_openrlhf.job import OpenRlhfJob  # noqa: E402
 from nereus_openrlhf.ranks import Change, Seats, UnitRanks  # noqa: E402
 from nereus_openrlhf.stage_times import StageTimes  # noqa: E402
 
+from nereus_plugins.control import ray_private  # noqa: E402
 from nereus_plugins.control.attempt import TransitionFailed  # noqa: E402
 from nereus_plugins.control.driver import JOURNAL_FILE  # noqa: E402
 from nereus_plugins.control.workers import WorkersFailed  # noqa: E402
@@ -351,7 +352,9 @@ def test_a_controllers_plan_is_run_as_a_submitted_one(
 
 
 def test_gpus_that_the_job_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.available_resources", lambda: {"GPU": 3.0})
+    monkeypatch.setattr(ray_private, "draining", lambda: {"b": 1.0})
+    nodes = {"a": {"GPU": 3.5}, "b": {"GPU": 8.0}}  # of which one goes
+    monkeypatch.setattr(ray_private, "free_by_node", lambda: nodes)
     job = started(tmp_path, {}, controller=ACTS, **KNOBS)
     inbox = job._driver.inbox
     assert job.gpus() == Gpus(8)  # its five, and what Ray has free

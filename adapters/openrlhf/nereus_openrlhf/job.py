@@ -26,6 +26,7 @@ from nereus_openrlhf.ranks import (
     join,
 )
 from nereus_openrlhf.stage_times import StageTimes
+from nereus_plugins.control import ray_private
 from nereus_plugins.control.attempt import Attempt, Changes, TransitionFailed, listed
 from nereus_plugins.control.driver import SUBMITTED, Driver, Scheduled, say
 from nereus_plugins.control.inbox import Inbox, Submitted
@@ -175,8 +176,7 @@ class OpenRlhfJob:
             return Gpus(used)
         seats = {id(ranks.seats): ranks.seats for ranks in self._ranks.values()}
         empty = sum(len(of) - self._used(of) for of in seats.values())
-        free = int(ray.available_resources().get("GPU", 0.0))
-        return usable_gpus(used, empty + free, self._driver.inbox.granted())
+        return usable_gpus(used, empty + ray_private.free("GPU"), self._driver.inbox.granted())
 
     def _used_gpus(self) -> int:
         engines = len(self._engines) * self._args.vllm.tensor_parallel_size

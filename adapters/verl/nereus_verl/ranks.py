@@ -133,10 +133,7 @@ class Ranks:
 
     def free(self) -> int:
         """How many could join now: on free seats, and on what Ray has free."""
-        kind, goes = verl_private.ray_resource(), ray_private.draining()
-        nodes = ray_private.free_by_node()
-        free = sum(int(has.get(kind, 0.0)) for node, has in nodes.items() if node not in goes)
-        return len(self.free_seats()) + free
+        return len(self.free_seats()) + ray_private.free(verl_private.ray_resource())
 
     def draining(self) -> dict[int, float]:
         """Ranks whose node Ray drains, the last first: until when it is there, in seconds since the
