@@ -54,27 +54,41 @@ class Scheduled(NamedTuple):
     run: Callable[[], TransitionRecord]
 
 
+def make_folder(setting: str, folder: Path) -> None:
+    """Make a directory that a job will write into, its owner's only.
+
+    Raises: SpecError naming `setting`, where it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SpecError(
+            f"{setting}: {folder} cannot be written to ({why}); set {setting} to a directory of "
+            "yours"
+        ) from error
+
+
 def check_run_dir(folder: Path) -> Path:
     """Make the run directory, and see that the job can go on in it: before anything is started.
 
     Returns: `folder`. Raises: SpecError naming `nereus.run_dir` where it cannot be made or written
     to, or where the journal of an earlier run in it is damaged.
     """
+    make_folder("nereus.run_dir", folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
         Journal(folder / JOURNAL_FILE).read()
     except JournalError as error:
         raise SpecError(
             f"nereus.run_dir: the journal of an earlier run is damaged: {error}; move that file "
             "away, or set nereus.run_dir to another directory"
         ) from error
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+    except OSError as error:
         raise SpecError(
-            f"nereus.run_dir: {folder} cannot be written to ({why}); set nereus.run_dir "
-            "to a directory of yours"
+            f"nereus.run_dir: {folder / JOURNAL_FILE} cannot be read ({error.strerror}); set "
+            "nereus.run_dir to a directory of yours"
         ) from error
     return folder
 

@@ -23,6 +23,7 @@ from nereus_plugins.snapshot.index import INDEX_NAME, FileRecord, Index, read_in
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 _WRITING = ".writing-"
 _GOING = ".removing-"
+UNFINISHED = "was not finished"  # how `find` says so
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def find(folder: Path) -> tuple[list[Snapshot], list[str]]:
             found.append((number, open_snapshot(path)))
         except DamagedSnapshot as error:
             passed_over.append(str(error))
-    passed_over += [f"{p}: was not finished" for p in folder.glob(f"{_WRITING}*")]
+    passed_over += [f"{p}: {UNFINISHED}" for p in folder.glob(f"{_WRITING}*")]
     return [snapshot for _, snapshot in sorted(found, key=lambda one: one[0])], passed_over
 
 

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from nereus_plugins.emu.described.base import DescribedUnit, LocalShard
-from nereus_plugins.emu.moves import plan_moves
+from nereus_plugins.emu.moves import MoveTable, plan_moves
+from nereus_plugins.emu.table import ShardTable
 from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.snapshot import folder
 from nereus_plugins.snapshot.agree import tell
@@ -172,17 +173,25 @@ def _restore(
     described = check_model(found.index, units, group)
     rank, error, received = dist.get_rank(group), None, 0
     sources: dict[str, list[LocalShard]] = {name: [] for name in units}
+    tables: dict[str, tuple[ShardTable, ShardTable]] = {}  # of this rank, source and target
     try:
         for path, file in found.mine:
             if file.unit in sources:
                 sources[file.unit] += _shards(path, file, found.index)
+        for name in sorted(described):
+            tables[name] = DescribedUnit(sources[name]).table(rank), described[name].table(rank)
     except Exception as caught:
         error = caught
     agree_done(group, error)
-    for name in sorted(described):
-        source = gather_tables(DescribedUnit(sources[name]).table(rank), group)
-        target = gather_tables(described[name].table(rank), group)
-        moves = plan_moves(source, target, rank=rank)
+    moves_of: dict[str, MoveTable] = {}
+    for name, (source, target) in tables.items():
+        whole = gather_tables(source, group), gather_tables(target, group)
+        try:
+            moves_of[name] = plan_moves(*whole, rank=rank)
+        except Exception as caught:
+            error = error or caught
+    agree_done(group, error)
+    for name, moves in moves_of.items():
         received += transport.exchange(moves, sources[name], described[name].shards).bytes_received
         transport.verify()
     try:

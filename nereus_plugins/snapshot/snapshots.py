@@ -15,6 +15,7 @@ import datetime
 import json
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ _T = TypeVar("_T")
 
 # Of the thread, against the trainer's: where a core is missing, the trainer has it.
 _NICE = 19
+# A snapshot that could not be begun is tried again after 1, 2, 4 ... steps, and so many at most.
+_MOST_STEPS_BETWEEN_TRIES = 64
 _NOTHING: list[FileRecord] = []
 
 
@@ -176,6 +179,7 @@ class Snapshots:
         self._stepped_s: float | None = None  # when training went on the last time
         self._busy = False  # a snapshot was under way then
         self.next_step = 0  # after which one is due
+        self._not_begun_in_a_row = 0
 
     def after_step(
         self,
@@ -188,7 +192,9 @@ class Snapshots:
         """To be called after every step, on all ranks: takes a snapshot when one is due by the
         options. The first is due after the first step of which the time is known.
 
-        One that cannot be begun is logged, and `last` says why: the job trains on.
+        One that cannot be begun is logged, and `last` says why: the job trains on. With
+        `between_failures_s` it is tried again soon, then less and less often, as trying costs the
+        job time; with `every_steps` when the next is due.
 
         Args, Returns: as `take`.
         """
@@ -206,8 +212,13 @@ class Snapshots:
             begin = time.perf_counter()
             try:
                 begun = self.take(step, units, epoch=epoch, plan=plan)
+                self._not_begun_in_a_row = 0
             except SnapshotError as error:
                 self._not_begun(step, begin, error)
+                # The same on all ranks, as it fails on all alike.
+                wait = min(1 << self._not_begun_in_a_row, _MOST_STEPS_BETWEEN_TRIES)
+                self.next_step = step + wait
+                self._not_begun_in_a_row += 1
         self._stepped_s = time.perf_counter()
         self._busy = self._thread is not None and self._thread.is_alive()
         return begun
@@ -230,22 +241,33 @@ class Snapshots:
 
         Raises: SnapshotError: on all ranks alike: they say different steps, epochs, plans or
             layouts, a unit cannot be described or is held by no rank in part, a folder cannot be
-            looked into, or there is no memory for the copy.
+            looked into, there is no memory for the copy, or no thread can be started.
         """
         begin = time.perf_counter()
         self.wait()
         if self._group is None:
             return False
+        orders: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        work = None
         try:
-            work = self._agree(step, epoch, plan, units, begin)
+            work = self._agree(step, epoch, plan, units, begin, orders)
         except PeerLost as lost:
             self._not_begun(step, begin, lost)
             return False
-        self._thread = threading.Thread(
-            target=self._run, args=(work,), name="nereus-snapshot", daemon=True
-        )
-        self._thread.start()
+        finally:
+            orders.put(work)
+            if work is None:
+                self.wait()
         return True
+
+    def _start_thread(self, orders: queue.SimpleQueue[_Work | None]) -> None:
+        """Before ranks agree to begin, as it may fail on one of them: the others' threads would
+        wait for that one's. Raises: RuntimeError: the process can have no more threads."""
+        thread = threading.Thread(
+            target=self._when_told, args=(orders,), name="nereus-snapshot", daemon=True
+        )
+        thread.start()
+        self._thread = thread
 
     def _not_begun(self, step: int, begin_s: float, error: SnapshotError) -> None:
         later = ", nor any later" if isinstance(error, PeerLost) else ""
@@ -285,8 +307,11 @@ class Snapshots:
         plan: Mapping[str, Any] | None,
         units: Mapping[str, ElasticUnit],
         begin_s: float,
+        orders: queue.SimpleQueue[_Work | None],
     ) -> _Work:
         """Copy this rank's part, where all ranks can. Collective.
+
+        Args: orders: for the thread, which is started.
 
         Raises: SnapshotError: on all ranks alike. PeerLost: perhaps not on all.
         """
@@ -301,6 +326,8 @@ class Snapshots:
             if any(name in one["changed"] for one in heard)
         }
         _, error = _attempt(lambda: self._copy(seen, gathered), None)
+        if not error:
+            _, error = _attempt(lambda: self._start_thread(orders), None)
         self._times.begin()
         blocked_s = time.perf_counter() - begin_s
         last_s = self.last.background_s if self.last is not None else 0.0
@@ -410,6 +437,11 @@ class Snapshots:
                 yield name, file
 
     # -- in the thread ------------------------------------------------------------------------
+
+    def _when_told(self, orders: queue.SimpleQueue[_Work | None]) -> None:
+        work = orders.get()
+        if work is not None:
+            self._run(work)
 
     def _run(self, work: _Work) -> None:
         _lower_priority()

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -280,6 +281,91 @@ def test_a_job_trains_on_without_a_snapshot(tmp_path: Path) -> None:
     zero, one = run_ranks_outcomes(trains_on, WORLD, str(tmp_path))
     assert zero.ok, zero.error
     assert one.exitcode == -signal.SIGKILL
+
+
+def no_thread(rank: int, world: int, place: str) -> None:
+    """Rank 1 can have no more threads: the other does not wait for that one's."""
+    them = Snapshots(SnapshotOptions(Path(place)), _group())
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if rank == 1:
+        threading.Thread.start = fails  # type: ignore[method-assign]
+    begin = time.monotonic()
+    with pytest.raises(SnapshotError, match="rank 1: RuntimeError: can't start new thread"):
+        them.take(1, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    assert time.monotonic() - begin < 60.0
+    threading.Thread.start = start  # type: ignore[method-assign]
+    assert not [t for t in threading.enumerate() if t.name == "nereus-snapshot"]
+    assert not _take(them, 2, Rows(rank, world, 2.0)).error
+    them.close()
+
+
+def test_a_rank_without_a_thread_holds_nobody(tmp_path: Path) -> None:
+    run_ranks(no_thread, WORLD, str(tmp_path))
+
+
+def backs_off(rank: int, world: int, place: str) -> list[int]:
+    """The steps after which it is tried to begin a snapshot, while rank 1 has no memory for it."""
+    them = Snapshots(SnapshotOptions(Path(place), between_failures_s=1e-3), _group())
+    allocate, tried = snapshots.HostCopy, []
+
+    def fails(*said: Any, **more: Any) -> Any:
+        raise RuntimeError("not enough memory")
+
+    if rank == 1:
+        snapshots.HostCopy = fails  # type: ignore[assignment,misc]
+    for step in range(1, 41):
+        them.last = None
+        assert not them.after_step(step, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+        if them.last is not None:
+            tried.append(step)
+    snapshots.HostCopy = allocate  # type: ignore[misc]
+    step = them.next_step
+    assert them.after_step(step, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+    assert not them.wait().error  # type: ignore[union-attr]
+    them.close()
+    return tried
+
+
+def test_what_cannot_be_begun_is_tried_less_and_less_often(tmp_path: Path) -> None:
+    tried = run_ranks(backs_off, WORLD, str(tmp_path))
+    assert tried == [[2, 3, 5, 9, 17, 33]] * WORLD
+
+
+def no_table(rank: int, world: int, place: str) -> None:
+    """Rank 1 cannot say what it holds, when a snapshot in memory is to be restored."""
+    root = Path(place)
+    them = Snapshots(SnapshotOptions(memory_folder=root / f"memory{rank}"), _group())
+    assert not _take(them, 1, Rows(rank, world, 1.0)).error
+    unit = Rows(rank, world, 0.0)
+    described = unit.described
+
+    def fails() -> DescribedUnit:
+        found = described()
+        if rank == 1:
+            found.table = _no_table  # type: ignore[method-assign]
+        return found
+
+    unit.described = fails  # type: ignore[method-assign]
+    group = _group()
+    held = in_memory.find(root / f"memory{rank}", group)
+    begin = time.monotonic()
+    with pytest.raises((SnapshotError, RuntimeError), match="no table"):
+        in_memory.restore(held, {"rows": unit}, group)  # type: ignore[dict-item]
+    assert time.monotonic() - begin < 60.0
+    dist.barrier()
+    them.close()
+
+
+def _no_table(_: int) -> Any:
+    raise RuntimeError("no table")
+
+
+def test_a_rank_that_cannot_say_what_it_holds_is_named(tmp_path: Path) -> None:
+    run_ranks(no_table, WORLD, str(tmp_path))
 
 
 def half_done(rank: int, world: int, place: str) -> None:

@@ -53,7 +53,51 @@ KNOB_FIELDS = tuple(f.name for f in dataclasses.fields(Knobs))
 SIZES = ("micro_batch", "token_budget_tokens")
 SWITCHES = ("recompute", "offload_params", "offload_optimizer")
 OF_TRAINING = ("recompute", "offload_optimizer")  # of these, what only a unit that trains has
+AUTO = "auto"
 UNIT_FIELDS = (*LAYOUT_FIELDS, *KNOB_FIELDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotConfig(Record):
+    """Settings under `nereus.snapshot`.
+
+    Attributes:
+        folder: of the job's snapshots, on a file system that all nodes share.
+        every: steps from one to the next, or "auto": from what they cost and `between_failures_s`.
+        between_failures_s: mean time between failures of the whole job.
+        keep: how many complete ones stay.
+    """
+
+    folder: str
+    every: int | str = 10
+    between_failures_s: float | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        where = "nereus.snapshot"
+        require(
+            isinstance(self.folder, str) and self.folder != "",
+            f"{where}.folder must be a directory or null, got {self.folder!r}",
+        )
+        if self.every != AUTO:
+            require(
+                type(self.every) is int and self.every >= 1,
+                f"{where}.every must be a number of steps of at least 1, or auto; got "
+                f"{self.every!r}",
+            )
+        if self.between_failures_s is not None:
+            require_number(where, "between_failures_s", self.between_failures_s, above=0.0)
+        require(
+            (self.every == AUTO) == (self.between_failures_s is not None),
+            f"{where}.between_failures_s goes with {where}.every=auto, and only with it",
+        )
+        require_int(where, "keep", self.keep)
+
+    def interval(self) -> dict[str, Any]:
+        """As arguments of `nereus_plugins.snapshot.snapshots.SnapshotOptions`."""
+        if self.every == AUTO:
+            return {"between_failures_s": self.between_failures_s}
+        return {"every_steps": self.every}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +119,8 @@ class NereusConfig(Record):
         background: prepare a transition while the rollout generates the next batch.
         background_share: of that time, how much moving state may take on each rank.
         controller: when and how the job changes its plan by itself; None: it does not.
+        snapshot: where and how often the job's state is kept, to be started again from; None: it
+            is not.
         memory_budget_gib: device memory of one rank that old and new layout may take together;
             what does not fit is parked in host memory meanwhile. None: what is free at the time on
             an accelerator, no limit on CPU.
@@ -92,6 +138,7 @@ class NereusConfig(Record):
     memory_budget_gib: float | None = None
     control: bool = True
     controller: ControllerConfig | None = None
+    snapshot: SnapshotConfig | None = None
 
     def __post_init__(self) -> None:
         require_bool("nereus", "enable", self.enable)
@@ -138,7 +185,29 @@ class NereusConfig(Record):
         if values.get("schedule") is None:
             values.pop("schedule", None)
         values["controller"] = read_settings(values.get("controller"), "nereus.controller")
+        values["snapshot"] = _snapshot(values.get("snapshot"))
         return cls(**values)
+
+
+def _snapshot(settings: Any) -> SnapshotConfig | None:
+    """Raises: SpecError naming the setting."""
+    where = "nereus.snapshot"
+    if settings is None:
+        return None
+    require(
+        isinstance(settings, Mapping),
+        f"{where} must be a mapping of settings, like {{folder: /shared/snapshots}}, got "
+        f"{settings!r:.60}",
+    )
+    for key in settings:
+        if key not in (names := [f.name for f in dataclasses.fields(SnapshotConfig)]):
+            raise unknown_key(key, names, where)
+    if settings.get("folder") is None:
+        return None
+    values = dict(settings)
+    if type(values.get("between_failures_s")) is int:
+        values["between_failures_s"] = as_float(values["between_failures_s"])
+    return SnapshotConfig(**values)
 
 
 def _check_scheduled(plan: Any, where: str) -> Mapping[str, Any]:

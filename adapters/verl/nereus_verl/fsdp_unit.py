@@ -86,6 +86,11 @@ class FsdpUnit:
             offload.onto_device(self.engine)
         return self._current.described()
 
+    def to_fill(self) -> BuiltFsdp:
+        """The current layout, for a snapshot to be restored into; `settle` afterwards."""
+        offload.onto_device(self.engine)
+        return self._current
+
     def version(self) -> int:
         return self._updates.count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from nereus_verl import (
     jobconfig,
     knobs,
     last_words,
+    resume,
     setting,
     stamp,
     verl_private,
@@ -35,7 +36,9 @@ from nereus_verl.planned import executable
 from nereus_verl.preflight import Preflight
 from nereus_verl.preparing import Preparing
 from nereus_verl.ranks import SETUP_TIMEOUT_S, Ranks, Setup
+from nereus_verl.resume import Resume
 from nereus_verl.rollout import RolloutPlan
+from nereus_verl.snapshots import JobSnapshots
 from nereus_verl.transitions import Transitions
 
 PACKAGES = (
@@ -49,6 +52,9 @@ class VerlJob:
     Args:
         checked: what was found before the job started.
         ranks: the job's processes.
+
+    Attributes:
+        snapshots: of its state.
     """
 
     def __init__(self, checked: Preflight, ranks: Ranks) -> None:
@@ -69,8 +75,9 @@ class VerlJob:
         self._driver = Driver(checked.run_dir, inbox, self._state)
         self._answers = Answers(checked.nereus.timeout_s)
         self._preparing = Preparing(checked, self._driver, ranks, self._answers)
+        self.snapshots = JobSnapshots(checked, ranks, self._answers)
         self._transitions = Transitions(
-            checked, self._driver, ranks, self._answers, self._preparing
+            checked, self._driver, ranks, self._answers, self._preparing, self.snapshots
         )
         self._memory: dict[str, int] = {}  # of the ranks, asked before they were busy in a window
         self._collecting: Mapping[Any, int] = {}  # what ranks were asked for in this window
@@ -78,7 +85,8 @@ class VerlJob:
     def start(self) -> None:
         """Make the workers' engines units, and check that they are what the configuration says.
 
-        Raises: WorkersFailed; RuntimeError if verl built another layout than configured.
+        Raises: WorkersFailed; RuntimeError if verl built another layout than configured;
+            SnapshotError: the state to go on from cannot be restored.
         """
         answers = call_all(
             self._ranks.workers,
@@ -97,6 +105,8 @@ class VerlJob:
                     f"says {listed(configured)}; please report this with the job's settings"
                 )
         self._transitions.layouts = built
+        if self.checked.resume is not None:
+            self._resume(self.checked.resume)
         if self.checked.ranks_change():
             self._transitions.rollout.find_servers()
         self._driver.begin(
@@ -114,6 +124,12 @@ class VerlJob:
             self._driver.listen(name)
         if self._controller.wanted:
             self._controller.begin(self._setting, self.describe(), self.epoch())
+
+    def _resume(self, found: Resume) -> None:
+        """Raises: SnapshotError."""
+        for line in resume.words(found, self.checked.run_dir, self.checked.units):
+            say(line)
+        self.snapshots.restore(found)
 
     def _setting(self) -> JobSetting:
         """What the controller is told of this job."""
@@ -279,6 +295,10 @@ class VerlJob:
 
     def write_step(self, record: StepRecord) -> None:
         self._driver.write_step(record)
+
+    def take_snapshot(self, step: int, data: Callable[[], Any]) -> None:
+        """Take one if it is due at the end of `step`. Args: data: as `JobSnapshots.after_step`."""
+        self.snapshots.after_step(step, self.epoch(), self.layouts(), data)
 
     def save_stamp(self, folder: Any) -> None:
         """Write the layouts in force where a checkpoint is about to be saved."""

@@ -10,7 +10,8 @@ from typing import Any
 from nereus_plugins.control.attempt import Attempt, TransitionFailed
 from nereus_plugins.control.workers import WorkersFailed
 from nereus_plugins.trace.record import RECORDS_FILE
-from nereus_verl import stamp
+from nereus_verl import resume, stamp
+from nereus_verl.config import NereusConfig
 
 
 def of_attempt(attempt: Attempt, config: Mapping[str, Any], run_dir: Path) -> str:
@@ -37,6 +38,9 @@ def if_lost(failure: str, step: int, config: Mapping[str, Any]) -> Iterator[None
 
 
 def _restart(config: Mapping[str, Any]) -> str:
+    settings = NereusConfig.from_dict(config.get("nereus") or {}).snapshot
+    if words := resume.newest_words(settings, config):
+        return words
     checkpoint = stamp.latest_checkpoint(config)
     return (
         f"the newest checkpoint is {checkpoint}; its {stamp.FILE} names the settings to "

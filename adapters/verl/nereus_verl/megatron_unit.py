@@ -141,6 +141,11 @@ class MegatronUnit:
             offload.onto_device(self.engine)
         return self._current.described()
 
+    def to_fill(self) -> BuiltMegatron:
+        """The current layout, for a snapshot to be restored into; `settle` afterwards."""
+        offload.onto_device(self.engine)
+        return self._current
+
     def version(self) -> int:
         return self._updates.count
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nereus_plugins.control.driver import check_run_dir
+from nereus_plugins.control.driver import check_run_dir, make_folder
+from nereus_plugins.snapshot.errors import SnapshotError
 from nereus_plugins.spec import Layout, ModelSpec, SpecError
-from nereus_verl import capabilities, jobconfig, knobs, stamp, verl_private
+from nereus_verl import capabilities, jobconfig, knobs, resume, stamp, verl_private
 from nereus_verl.config import LEAVE, NereusConfig, plan_layouts
 from nereus_verl.jobconfig import UnitConfig, select
 from nereus_verl.knobs import UnitKnobs, plan_knobs
+from nereus_verl.resume import Resume
 from nereus_verl.rollout import RolloutPlan, plan_rollout, start_rollout
 
 
@@ -21,11 +23,13 @@ class Preflight:
     """What is known of a job before it starts.
 
     config: verl's configuration, resolved, as plain dicts. layouts: by unit, at the start.
-    targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint to resume
-        from was saved before the transition of its own step, so that one is still to come.
+    targets: step -> unit -> layout, for the scheduled steps still to come. A checkpoint or snapshot
+        to resume from was saved before the transition of its own step, so that one is still to
+        come.
     leave: step -> ranks that a plan names to leave.
     knobs: by unit, at the start. knob_targets: step -> unit -> knobs.
     rollout: at the start. rollout_targets: step -> rollout.
+    resume: the snapshot that the job goes on from, None if from none.
     """
 
     nereus: NereusConfig
@@ -40,6 +44,7 @@ class Preflight:
     rollout: RolloutPlan
     rollout_targets: Mapping[int, RolloutPlan]
     run_dir: Path
+    resume: Resume | None = None
 
     def ranks_change(self) -> bool:
         """Whether a scheduled plan changes the set of ranks, or the controller may."""
@@ -71,6 +76,7 @@ REFUSALS = (
     capabilities.Refused,
     verl_private.UnsupportedVerl,
     stamp.LayoutMismatch,
+    SnapshotError,
 )
 
 
@@ -81,6 +87,7 @@ def run(config: Mapping[str, Any]) -> Preflight:
         UnsupportedVerl, Refused: the job uses something that does not survive a transition.
         SpecError: a setting of `nereus`, or a scheduled plan that this job cannot run.
         LayoutMismatch: the checkpoint to resume from was saved in another layout.
+        SnapshotError: there are snapshots, and none can be used.
     """
     nereus = NereusConfig.from_dict(config["nereus"])
     verl_private.check_version()
@@ -102,10 +109,16 @@ def run(config: Mapping[str, Any]) -> Preflight:
         for name, unit in units.items()
     }
     resumed = stamp.resume_folder(config)
-    done = 0
-    if resumed is not None:
+    done = 0 if resumed is None else stamp.step_of(resumed)
+    snapshot = None
+    if nereus.snapshot is not None:
+        make_folder("nereus.snapshot.folder", resume.place(nereus.snapshot))
+        checkpoint = None if resumed is None else done
+        snapshot = resume.newest(nereus.snapshot, config, units, checkpoint)
+    if snapshot is not None:
+        done = snapshot.step
+    elif resumed is not None:
         stamp.check(resumed, layouts, config)
-        done = stamp.step_of(resumed)
     targets: dict[int, Mapping[str, Layout]] = {}
     leave: dict[int, tuple[int, ...]] = {}
     current = dict(layouts)
@@ -143,6 +156,7 @@ def run(config: Mapping[str, Any]) -> Preflight:
         rollout=rollout,
         rollout_targets=rollout_targets,
         run_dir=run_dir,
+        resume=snapshot,
     )
 
 

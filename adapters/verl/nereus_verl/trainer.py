@@ -31,6 +31,7 @@ from nereus_verl.transitions import RolloutFailed
 
 RECORDED_METRICS = (
     "actor/", "critic/", "training/", "response_length/", "prompt_length/", "nereus/controller_ms",
+    "nereus/snapshot_ms",
 )  # fmt: skip
 
 
@@ -75,18 +76,32 @@ class NereusTrainer(PPOTrainerSync):
                 groups.append(self.ref_policy_wg)
             self._job = VerlJob(self._checked, Ranks(self, groups, setup(self._checked)))
             self._job.start()
-            # A checkpoint is saved before its step's transition: what resumes from it begins there.
+            # Checkpoint and snapshot are of before their step's transition: it is due first.
             if self._job.is_due(self.global_steps):
                 self._run_due(self._job, self.global_steps)
                 if self._job.rollout_is_synced:
                     return
         super().on_init_end()
 
+    def _load_checkpoint(self) -> None:
+        if self._checked is None or self._checked.resume is None:
+            super()._load_checkpoint()
+            return
+        # The rest is restored once the workers' engines are units: `VerlJob.start`.
+        self.global_steps = self._checked.resume.step
+        self.train_dataloader.load_state_dict(self._checked.resume.data)
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         try:
             result = super().fit(*args, **kwargs)
             self._end_window()
+            if self._job is not None:
+                self._job.snapshots.finish()
             return result
+        except BaseException:
+            if self._job is not None:
+                self._job.snapshots.last_words()
+            raise
         finally:
             if self._job is not None:
                 self._job.close()
@@ -101,6 +116,9 @@ class NereusTrainer(PPOTrainerSync):
         )
         if job is not None:
             self._ran_in = _InForce(job)
+            if job.snapshots.on:
+                with marked_timer("nereus_snapshot", self.timing_raw):
+                    job.take_snapshot(step, self.train_dataloader.state_dict)
             if job.is_due(step) and not background:
                 with marked_timer("nereus_transition", self.timing_raw):
                     self._run_due(job, step)
@@ -226,6 +244,9 @@ class NereusTrainer(PPOTrainerSync):
         spent_ms = self._job.controller_ms()
         if spent_ms is not None:
             metrics["nereus/controller_ms"] = spent_ms
+        waited_ms = self._job.snapshots.waited_ms()
+        if waited_ms is not None:
+            metrics["nereus/snapshot_ms"] = waited_ms
         record = _step_record(
             self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
         )

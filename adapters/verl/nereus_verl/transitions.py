@@ -27,6 +27,7 @@ from nereus_verl.ranks import Change, ClaimFailed, Rank, Ranks
 from nereus_verl.reconcile import Rollout, RolloutLost
 from nereus_verl.rollout import RolloutPlan, check_rollout
 from nereus_verl.rollout_backends import backend_of
+from nereus_verl.snapshots import JobSnapshots
 
 
 class RolloutFailed(TransitionFailed):
@@ -55,6 +56,7 @@ class Transitions:
     Args:
         checked: what was found before the job started. driver: its books.
         ranks: all of them. answers: theirs. preparing: what prepares their targets.
+        snapshots: of their state.
 
     Attributes:
         layouts, knobs: in force, by unit. rollout: the job's.
@@ -69,6 +71,7 @@ class Transitions:
         ranks: Ranks,
         answers: Answers,
         preparing: Preparing,
+        snapshots: JobSnapshots,
     ) -> None:
         self.layouts = dict(checked.layouts)
         self.knobs = dict(checked.knobs)
@@ -80,6 +83,7 @@ class Transitions:
         self._ranks = ranks
         self._answers = answers
         self._preparing = preparing
+        self._snapshots = snapshots
 
     def in_force(self) -> InForce:
         return InForce(dict(self.layouts), dict(self.knobs), self.rollout.plan)
@@ -156,6 +160,11 @@ class Transitions:
     def _execute_on_other_ranks(self, attempt: Attempt, wanted: Wanted, change: Change) -> None:
         """As `_execute`, with ranks that join before and ranks that leave after it."""
         attempt.ranks = change.to_dict()
+        # One under way is written by all ranks of this world together. In any other transition it
+        # is written on: it is of a copy that is nobody else's.
+        if self._snapshots.on:
+            with attempt.timed("snapshot"):
+                self._snapshots.end()
         try:
             with attempt.timed("claim"):
                 layouts = {name: layout.to_dict() for name, layout in self.layouts.items()}

@@ -22,7 +22,6 @@ from nereus_plugins.emu.described.base import dtype_name
 from nereus_plugins.emu.feasibility import gradient_bytes_by_rank
 from nereus_plugins.emu.predicted import predict_unit
 from nereus_plugins.emu.table import ShardTable
-from nereus_plugins.emu.unit import ElasticUnit
 from nereus_plugins.gtg.execute import (
     RankTransition,
     ReleaseFailed,
@@ -39,7 +38,9 @@ from nereus_verl.memory import OUTSTANDING, free_host_bytes
 from nereus_verl.progress import MoveProgress
 
 if TYPE_CHECKING:
-    from nereus_verl.megatron_unit import MegatronProcess
+    from nereus_plugins.snapshot.snapshots import Snapshots
+    from nereus_verl.fsdp_unit import FsdpUnit
+    from nereus_verl.megatron_unit import MegatronProcess, MegatronUnit
 
 STATE = "_nereus_rank"
 
@@ -62,9 +63,10 @@ class RankState:
     change: of the set of ranks, while one is under way; before: what ran transitions before it.
     store: served here for a world of which
     this process is rank 0. rollout_groups: process groups of the rollout's mesh.
+    snapshots: of this world, where the job takes some.
     """
 
-    units: dict[str, ElasticUnit]
+    units: dict[str, FsdpUnit | MegatronUnit]
     megatron: MegatronProcess | None
     engines: dict[str, Any]
     seats: dict[str, list[Seat]]
@@ -76,6 +78,7 @@ class RankState:
     before: RankTransition | None = None
     store: dist.TCPStore | None = None
     rollout_groups: GroupSet = field(default_factory=GroupSet)
+    snapshots: Snapshots | None = None
 
 
 def setup(
@@ -154,7 +157,7 @@ def _make_units(
     timeout_s: float,
     elsewhere: Mapping[str, Mapping[str, Any]],
     optimizer_groups: Mapping[str, Sequence[Any]],
-) -> tuple[dict[str, ElasticUnit], MegatronProcess | None]:
+) -> tuple[dict[str, FsdpUnit | MegatronUnit], MegatronProcess | None]:
     first = next(iter(engines.values()))
     layouts = {name: Layout.from_dict(layout) for name, layout in elsewhere.items()}
     if first.engine_config.strategy == "megatron":

@@ -1,0 +1,164 @@
+"""Snapshots of a verl job, in its driver: when they are taken, and what became of them.
+
+Whatever fails here costs the job snapshots and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nereus_plugins.control.driver import say
+from nereus_plugins.control.workers import WorkersFailed, brief
+from nereus_plugins.snapshot.errors import SnapshotError
+from nereus_verl import json_state, resume, snapshot_worker
+from nereus_verl.answers import Answers
+from nereus_verl.config import AUTO
+from nereus_verl.preflight import Preflight
+from nereus_verl.ranks import Ranks
+from nereus_verl.resume import Resume
+
+_MIB = 1 << 20
+
+
+class JobSnapshots:
+    """
+    Args:
+        checked: what was found before the job started. ranks: the job's. answers: theirs.
+
+    Attributes:
+        on: whether the job takes any; no more after a failure that is not a snapshot's own.
+        newest_step: after which the newest whole one that is known of was taken; None: there is
+            none yet.
+    """
+
+    def __init__(self, checked: Preflight, ranks: Ranks, answers: Answers) -> None:
+        self._settings = checked.nereus.snapshot
+        self._config = checked.config
+        self._timeout_s = checked.nereus.timeout_s
+        self._ranks = ranks
+        self._answers = answers
+        self.on = self._settings is not None
+        self.newest_step = None if checked.resume is None else checked.resume.step
+        self._begun = False  # in the world as it is
+        self._last: Mapping[str, Any] | None = None
+        self._waited_s = 0.0
+
+    def restore(self, found: Resume) -> None:
+        """Fill the units of all ranks.
+
+        Raises: SnapshotError: it is damaged or of another model; says what to do.
+        """
+        path, begin_s = found.snapshot.path, time.monotonic()
+        try:
+            read = self._call(
+                "restore",
+                snapshot_worker.restore,
+                str(path),
+                found.step,
+                self._named(),
+                self._timeout_s,
+            )
+        except WorkersFailed as error:
+            raise SnapshotError(
+                f"the job cannot go on from the snapshot after step {found.step}: {error}. If it "
+                f"is damaged, remove {path}: the same command goes on from the one before. To "
+                "start without snapshots, set nereus.snapshot.folder to another directory"
+            ) from error
+        seconds = time.monotonic() - begin_s
+        say(f"restored step {found.step}: {sum(read) / _MIB:.1f} MiB read in {seconds:.2f} s")
+
+    def after_step(
+        self, step: int, epoch: int, plan: Mapping[str, Any], data: Callable[[], Any]
+    ) -> None:
+        """Take one if it is due; at the boundary, before its transition.
+
+        Args: epoch, plan: in force. data: gives the state of verl's data loader.
+        """
+        begin_s = time.monotonic()
+        settings = self._settings
+        if not self.on or settings is None:
+            return
+        if settings.every != AUTO and step % int(settings.every):
+            return
+        try:
+            self._begin()
+            state = json_state.to_json(data(), "the data loader's state")
+            answers = self._call("snapshot", snapshot_worker.take, step, epoch, plan, state)
+            self._heard(answers)
+        except Exception as error:
+            self.on = False
+            say(
+                f"after step {step} no snapshot could be taken, nor will any more be; the job "
+                f"trains on: {brief(error)}"
+            )
+        self._waited_s += time.monotonic() - begin_s
+
+    def end(self) -> None:
+        """Wait for the one under way, as the set of ranks is about to change. In the new one they
+        begin again.
+
+        Raises: WorkersFailed: a rank that the job needs is gone.
+        """
+        if self._begun:
+            self._begun = False
+            self._heard(self._call("snapshot", snapshot_worker.end))
+
+    def finish(self) -> None:
+        """Wait for the one under way, as the job ends well."""
+        try:
+            self.end()
+        except WorkersFailed as error:
+            say(f"the last snapshot may not be whole: {brief(error)}")
+
+    def waited_ms(self) -> float | None:
+        """What training has waited for snapshots since this was asked last; None: it takes none."""
+        if self._settings is None:
+            return None
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return 1e3 * waited_s
+
+    def last_words(self) -> None:
+        """Of a job that fails."""
+        if words := resume.newest_words(self._settings, self._config):
+            say(words)
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        assert self._settings is not None
+        options = {
+            "folder": str(resume.place(self._settings)),
+            "keep": self._settings.keep,
+            **self._settings.interval(),
+        }
+        self._call("snapshot", snapshot_worker.begin, options, self._named(), self._timeout_s)
+        self._begun = True
+
+    def _named(self) -> int:
+        return max(self._call("snapshot", snapshot_worker.named))
+
+    def _call(self, phase: str, function: Any, *args: Any) -> list[Any]:
+        return self._answers.call(self._ranks.current, phase, function, *args)
+
+    def _heard(self, answers: list[Any]) -> None:
+        """Say what became of the last snapshot, once. All ranks' are alike, but for a lost peer."""
+        last = answers[0]
+        if last is None or last == self._last:
+            return
+        first = self._last is None
+        self._last = last
+        if last["error"]:
+            say(
+                f"the snapshot after step {last['step']} failed, the job trains on: {last['error']}"
+            )
+            return
+        self.newest_step = last["step"]
+        if first:
+            mib = sum(answer["nbytes"] for answer in answers) / _MIB
+            say(
+                f"the first snapshot, after step {last['step']}, is whole: {mib:.1f} MiB, copied "
+                f"in {1e3 * last['blocked_s']:.0f} ms and written in {last['background_s']:.2f} s "
+                f"beside the job, {last['path']}"
+            )

@@ -1,0 +1,124 @@
+"""A job that lost a rank is started again, and goes on from its newest snapshot."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nereus_verl.demo import launch
+
+from nereus_plugins.snapshot import folder
+from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
+from tests.e2e import snapshot_probe
+from tests.e2e.jobs import TIMEOUT_S, differences, small_job
+
+
+def _run(work: Path, engine: str, ranks: int, *, kill_in: int | None = None, **fields: Any) -> Any:
+    """One start of the job. Args: kill_in: a step in which rank 1 is killed."""
+    observed = work / "observed.jsonl"
+    snapshot = {"folder": str(work / "snapshots"), "every": 2}
+    job = small_job(
+        work / "task",
+        engine,
+        ranks,
+        nereus={"timeout_s": 60.0, "snapshot": snapshot},
+        extra=["trainer.resume_mode=auto"],
+        **fields,
+    )
+
+    killed: list[int] = []
+
+    def on_line(line: str) -> None:
+        if kill_in is not None and not killed and f"step:{kill_in - 1} -" in line:
+            killed.append(snapshot_probe.read(observed)[-1]["pids"][1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    return launch.run(
+        job,
+        work / "job",
+        timeout_s=TIMEOUT_S,
+        on_line=on_line,
+        env=snapshot_probe.environment(observed),
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("engine", "layout", "other", "other_ranks"),
+    [("fsdp2", {}, {}, 1), ("megatron", {"tp": 2}, {"pp": 2}, 2)],
+)
+def test_a_job_that_lost_a_rank_goes_on_in_any_layout(
+    tmp_path: Path, engine: str, layout: dict[str, int], other: dict[str, int], other_ranks: int
+) -> None:
+    killed = _run(tmp_path, engine, 2, layout=layout, steps=8, kill_in=6)
+    assert killed.returncode not in (0, -9), "the job must end by itself, with an error"
+    assert [step["step"] for step in killed.metrics] == [1, 2, 3, 4, 5]
+    text = killed.log.read_text()
+    assert "the first snapshot, after step 2, is whole" in text
+    assert "the newest snapshot is after step 4" in text
+
+    # The same command: the step that was lost comes out as before.
+    again = _run(tmp_path, engine, 2, layout=layout, steps=6).require_success()
+    text = again.log.read_text()
+    assert "goes on from the snapshot after step 4" in text
+    assert "the job had done step 5: 1 step of work lost" in text
+    assert [step["step"] for step in again.metrics] == [5, 6]
+    assert differences(again.metrics[:1], killed.metrics[4:]) == []
+
+    elsewhere = _run(tmp_path, engine, other_ranks, layout=other, steps=8).require_success()
+    assert "goes on from the snapshot after step 6" in elsewhere.log.read_text()
+    assert [step["step"] for step in elsewhere.metrics] == [7, 8]
+
+    seen = snapshot_probe.read(tmp_path / "observed.jsonl")
+    assert [(one["what"], one["step"]) for one in seen] == [
+        ("taken", 2), ("taken", 4),
+        ("restored", 4), ("taken", 6),
+        ("restored", 6), ("taken", 8),
+    ]  # fmt: skip
+    assert sorted(seen[0]["units"]) == ["actor", "critic"]
+    assert (len(seen[1]["pids"]), len(seen[4]["pids"])) == (2, other_ranks)
+    assert seen[1]["units"] != seen[0]["units"]
+    assert seen[2]["units"] == seen[1]["units"]
+    assert seen[4]["units"] == seen[3]["units"]
+
+    found, passed_over = folder.find(tmp_path / "snapshots")
+    assert [one.index.step for one in found] == [6, 8]
+    assert not passed_over
+    records = read_records(tmp_path / "job" / "checkpoints" / "nereus")
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert [record.step for record in steps] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    waited = {record.step: record.metrics["nereus/snapshot_ms"] for record in steps}
+    assert waited[8] > waited[7]
+    assert "nereus_snapshot" in steps[-1].stages_s
+
+
+@pytest.mark.full
+def test_snapshots_go_on_where_layouts_and_ranks_change(tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path / "task",
+        "fsdp2",
+        2,
+        critic=False,
+        steps=5,
+        rollout_tp=1,
+        nereus={
+            "schedule": {1: {"shard_size": 1}, 2: {"ranks": 1}, 4: {"ranks": 2}},
+            "snapshot": {"folder": str(tmp_path / "snapshots"), "every": 1, "keep": 9},
+        },
+    )
+    result = launch.run(job, tmp_path / "job", timeout_s=TIMEOUT_S).require_success()
+    assert "no snapshot could be taken" not in result.log.read_text()
+    found, passed_over = folder.find(tmp_path / "snapshots")
+    assert [one.index.step for one in found] == [1, 2, 3, 4, 5]
+    assert [one.index.world for one in found] == [2, 2, 1, 1, 2]
+    # Each is of the layout in which its step ran.
+    shardings = [one.index.units["actor"].layout.sharding for one in found]
+    assert shardings == ["fsdp", "hsdp", "fsdp", "fsdp", "fsdp"]
+    assert not passed_over
+    records = list(read_records(tmp_path / "job" / "checkpoints" / "nereus"))
+    transitions = [record for record in records if isinstance(record, TransitionRecord)]
+    assert [record.outcome for record in transitions] == ["committed"] * 3
+    assert ["snapshot" in record.seconds for record in transitions] == [False, True, True]

@@ -1,0 +1,235 @@
+"""Snapshots of a verl job without workers: settings, what a job goes on from, state as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from nereus_verl import json_state, resume, rng, stamp
+from nereus_verl.config import NereusConfig, SnapshotConfig
+
+from nereus_plugins.snapshot import folder
+from nereus_plugins.snapshot.errors import SnapshotError
+from nereus_plugins.snapshot.index import INDEX_NAME, Index, UnitRecord
+from nereus_plugins.spec import Layout, SpecError
+
+from .test_verl_config import job, put
+
+UNITS = ("actor", "critic", "ref")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"folder": "s", "evry": 2}, r"nereus\.snapshot: unknown key 'evry'; did you mean 'every'"),
+        ({"folder": ""}, r"nereus\.snapshot\.folder must be a directory or null"),
+        ({"folder": "s", "every": 0}, r"nereus\.snapshot\.every must be a number of steps"),
+        ({"folder": "s", "every": True}, r"nereus\.snapshot\.every must be a number of steps"),
+        ({"folder": "s", "every": "often"}, r"nereus\.snapshot\.every .*or auto; got 'often'"),
+        ({"folder": "s", "every": "auto"}, r"nereus\.snapshot\.between_failures_s goes with"),
+        ({"folder": "s", "between_failures_s": 9}, r"between_failures_s goes with .*every=auto"),
+        ({"folder": "s", "keep": 0}, r"nereus\.snapshot\.keep must be an integer of at least 1"),
+        ("s", r"nereus\.snapshot must be a mapping of settings"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        NereusConfig.from_dict({"snapshot": settings})
+
+
+def test_settings() -> None:
+    assert NereusConfig.from_dict({"snapshot": {"folder": None, "every": 5}}).snapshot is None
+    fixed = NereusConfig.from_dict({"snapshot": {"folder": "s", "every": 5}}).snapshot
+    assert fixed == SnapshotConfig("s", 5)
+    assert fixed.interval() == {"every_steps": 5}
+    auto = {"folder": "s", "every": "auto", "between_failures_s": 3600}
+    found = NereusConfig.from_dict({"snapshot": auto}).snapshot
+    assert found is not None
+    assert found.interval() == {"between_failures_s": 3600.0}
+
+
+# -- what a job goes on from --------------------------------------------------------------------
+
+
+def _take(root: Path, number: int, step: int, units: tuple[str, ...] = UNITS[:2]) -> Path:
+    """A snapshot whose units have no tensors."""
+    layout = Layout(dp=2, sharding="fsdp")
+    records = {name: UnitRecord(layout, (), {}) for name in units}
+    records["trainer"] = UnitRecord(Layout(dp=2), (), {"data": {"step": step}})
+    index = Index(number, step, 0, {}, 2, "now", records, ())
+    return folder.complete(folder.begin(root, number, step), index)
+
+
+def _config(root: Path, mode: str = "auto", checkpoint: int | None = None) -> dict[str, Any]:
+    config = put(job(), "trainer.resume_mode", mode)
+    put(config, "trainer.default_local_dir", str(root / "checkpoints"))
+    if checkpoint is not None:
+        (root / "checkpoints" / f"global_step_{checkpoint}").mkdir(parents=True)
+        newest = root / "checkpoints" / "latest_checkpointed_iteration.txt"
+        newest.write_text(str(checkpoint))
+    return config
+
+
+def _newest(root: Path, checkpoint: int | None = None, mode: str = "auto") -> Any:
+    settings = SnapshotConfig(str(root / "snapshots"))
+    return resume.newest(settings, _config(root, mode), UNITS, checkpoint)
+
+
+def test_the_newer_of_snapshot_and_checkpoint_is_taken(tmp_path: Path) -> None:
+    root = tmp_path / "snapshots"
+    assert _newest(tmp_path) is None
+    _take(root, 1, 40)
+    _take(root, 2, 20)  # a job that went back to an earlier step
+    found = _newest(tmp_path)
+    assert (found.step, found.data, found.passed_over) == (20, {"step": 20}, ())
+    assert _newest(tmp_path, checkpoint=20).step == 20  # can be restored into any layout
+    assert _newest(tmp_path, checkpoint=21) is None
+    assert _newest(tmp_path, mode="disable") is None
+    assert _newest(tmp_path, mode="resume_path") is None
+
+
+def test_what_is_torn_is_passed_over_and_said(tmp_path: Path) -> None:
+    root = tmp_path / "snapshots"
+    _take(root, 1, 10)
+    damaged = _take(root, 2, 20) / INDEX_NAME
+    damaged.write_text(damaged.read_text().replace('"step": 20', '"step": 21'))
+    folder.begin(root, 3, 30)
+    found = _newest(tmp_path)
+    assert found.step == 10
+    index, unfinished = found.passed_over
+    assert "its digest is not that of its content" in index
+    assert "was not finished" in unfinished
+    lines = resume.words(found, tmp_path, {})
+    assert lines[:2] == [f"passed over {index}", f"passed over {unfinished}"]
+
+
+def test_a_job_does_not_begin_anew_where_all_snapshots_are_damaged(tmp_path: Path) -> None:
+    (_take(tmp_path / "snapshots", 1, 10) / INDEX_NAME).write_text("{}")
+    with pytest.raises(SnapshotError, match=r"no snapshot in .*snapshots is whole \(.*set nereus"):
+        _newest(tmp_path)
+    assert _newest(tmp_path, checkpoint=5) is None  # verl's checkpoint is used
+
+
+def test_a_snapshot_of_another_job_is_refused(tmp_path: Path) -> None:
+    path = _take(tmp_path / "snapshots", 1, 10, ("actor",))
+    with pytest.raises(SnapshotError, match=r"is of another job: it holds actor, trainer, this"):
+        _newest(tmp_path)
+    assert path.exists()
+
+
+def test_what_was_lost_and_how_it_was_laid_out_is_said(tmp_path: Path) -> None:
+    from nereus_verl import jobconfig
+
+    from nereus_plugins.trace.record import RecordWriter, StepRecord
+
+    _take(tmp_path / "snapshots", 1, 10)
+    units = jobconfig.units(job())
+    found = _newest(tmp_path)
+    assert "lost" not in resume.words(found, tmp_path, units)[0]
+    writer = RecordWriter(tmp_path)
+    for step in (10, 11, 12):
+        writer.write(StepRecord(step, 0, 0.0, 1.0, {}, {}, 0, {}, {}, {}))
+    writer.close()
+    first, second = resume.words(found, tmp_path, units)
+    assert first.endswith("; the job had done step 12: 2 steps of work lost")
+    assert "it was taken on 2 ranks in actor" in second
+    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1" in second
+
+
+def test_last_words_name_what_is_newer(tmp_path: Path) -> None:
+    settings = SnapshotConfig(str(tmp_path / "snapshots"))
+    assert resume.newest_words(settings, _config(tmp_path)) == ""
+    _take(tmp_path / "snapshots", 1, 10)
+    assert "after step 10" in resume.newest_words(settings, _config(tmp_path, checkpoint=10))
+    assert resume.newest_words(settings, _config(tmp_path, checkpoint=11)) == ""
+    assert resume.newest_words(None, _config(tmp_path)) == ""
+    assert stamp.latest_checkpoint(_config(tmp_path)) is not None
+
+
+# -- state as JSON ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_goes_on_from_its_state_as_json(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    def loader() -> Any:
+        data = list(range(24))
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+        return StatefulDataLoader(data, batch_size=4, num_workers=workers, sampler=sampler)
+
+    one = loader()
+    batches = iter(one)
+    for _ in range(2):
+        next(batches)
+    text = json.dumps(json_state.to_json(one.state_dict()))
+    other = loader()
+    other.load_state_dict(json_state.from_json(json.loads(text)))
+    assert [b.tolist() for b in other] == [b.tolist() for b in batches]
+
+
+def test_values_come_back_as_they_were() -> None:
+    value = {
+        "a": [1, 2.5, None, True, "x"],
+        "b": (1, (2,)),
+        3: b"\x00\xff",
+        "$tuple": {"$bytes": 1},
+        "t": torch.arange(6, dtype=torch.int64).view(2, 3),
+        "n": np.arange(3, dtype=np.float32),
+        "s": np.float64(0.1),
+    }
+    back = json_state.from_json(json.loads(json.dumps(json_state.to_json(value))))
+    assert {k: v for k, v in back.items() if k not in "tn"} == {
+        k: v for k, v in value.items() if k not in ("t", "n")
+    }
+    assert isinstance(back["b"], tuple)
+    assert back["t"].equal(value["t"])
+    assert (back["n"] == value["n"]).all()
+    assert back["n"].dtype == np.float32
+
+
+@pytest.mark.parametrize("value", [{"a": [object()]}, {"a": [{1, 2}]}, {"a": [np.array([None])]}])
+def test_what_json_cannot_hold_is_named(value: Any) -> None:
+    with pytest.raises(json_state.NotJson, match=r"^state\.a\[0\] is a"):
+        json_state.to_json(value, "state")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"$tensor": {"dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}},
+        {"$tensor": {"dtype": "<f4", "shape": [3], "data": "AAAA"}},
+        {"$tensor": 3},
+        {"$array": {"dtype": "x", "shape": [], "data": ""}},
+        {"$bytes": "?"},
+        {"$dict": [1]},
+        {"$tuple": 1},
+    ],
+)
+def test_text_that_is_no_state_is_refused(said: Any) -> None:
+    with pytest.raises(json_state.NotJson):
+        json_state.from_json(said)
+
+
+def test_generators_go_on_from_their_states_as_json() -> None:
+    def draw() -> tuple[float, ...]:
+        normal = np.random.normal()
+        return random.gauss(0, 1), random.random(), normal, float(torch.randn(()))
+
+    with rng.preserved():
+        rng.seed(5)
+        draw()  # leaves a cached normal number in two of them
+        text = json.dumps(rng.states())
+        wanted = draw()
+        rng.seed(6)
+        rng.load(json.loads(text))
+        assert draw() == wanted
