@@ -74,7 +74,7 @@ def takes(
             kept = ve.whole({name: worker._nereus_rank.units[name] for name in ("actor", "critic")})
             for unit in worker._nereus_rank.units.values():
                 unit.settle()
-        assert snapshot_worker.take(worker, step, 5, {"a": 1}, DATA) is None
+        snapshot_worker.take(worker, step, 5, {"a": 1}, DATA)
         if step == 2:
             drawn = _draw()
     last = snapshot_worker.end(worker)

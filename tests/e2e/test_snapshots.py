@@ -48,50 +48,48 @@ def _run(work: Path, engine: str, ranks: int, *, kill_in: int | None = None, **f
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "layout", "other", "other_ranks"),
-    [("fsdp2", {}, {}, 1), ("megatron", {"tp": 2}, {"pp": 2}, 2)],
+    [
+        ("fsdp2", {}, {}, 2),
+        ("fsdp2", {}, {}, 1),
+        ("megatron", {"tp": 2}, {"pp": 2}, 2),
+    ],
+    ids=["the_same", "fewer_ranks", "megatron_tp_pp"],
 )
 def test_a_job_that_lost_a_rank_goes_on_in_any_layout(
     tmp_path: Path, engine: str, layout: dict[str, int], other: dict[str, int], other_ranks: int
 ) -> None:
-    killed = _run(tmp_path, engine, 2, layout=layout, steps=8, kill_in=6)
+    killed = _run(tmp_path, engine, 2, layout=layout, steps=7, kill_in=6)
     assert killed.returncode not in (0, -9), "the job must end by itself, with an error"
     assert [step["step"] for step in killed.metrics] == [1, 2, 3, 4, 5]
     text = killed.log.read_text()
     assert "the first snapshot, after step 2, is whole" in text
     assert "the newest snapshot is after step 4" in text
 
-    # The same command: the step that was lost comes out as before.
-    again = _run(tmp_path, engine, 2, layout=layout, steps=6).require_success()
+    again = _run(tmp_path, engine, other_ranks, layout=other, steps=7).require_success()
     text = again.log.read_text()
     assert "goes on from the snapshot after step 4" in text
     assert "the job had done step 5: 1 step of work lost" in text
-    assert [step["step"] for step in again.metrics] == [5, 6]
-    assert differences(again.metrics[:1], killed.metrics[4:]) == []
-
-    elsewhere = _run(tmp_path, engine, other_ranks, layout=other, steps=8).require_success()
-    assert "goes on from the snapshot after step 6" in elsewhere.log.read_text()
-    assert [step["step"] for step in elsewhere.metrics] == [7, 8]
+    assert [step["step"] for step in again.metrics] == [5, 6, 7]
+    same = (other, other_ranks) == (layout, 2)
+    if same:  # the step that was lost comes out as before, bit for bit
+        assert differences(again.metrics[:1], killed.metrics[4:]) == []
 
     seen = snapshot_probe.read(tmp_path / "observed.jsonl")
-    assert [(one["what"], one["step"]) for one in seen] == [
-        ("taken", 2), ("taken", 4),
-        ("restored", 4), ("taken", 6),
-        ("restored", 6), ("taken", 8),
-    ]  # fmt: skip
+    wanted = [("taken", 2), ("taken", 4), ("restored", 4), ("taken", 6)]
+    assert [(one["what"], one["step"]) for one in seen] == wanted
     assert sorted(seen[0]["units"]) == ["actor", "critic"]
-    assert (len(seen[1]["pids"]), len(seen[4]["pids"])) == (2, other_ranks)
+    assert (len(seen[1]["pids"]), len(seen[2]["pids"])) == (2, other_ranks)
     assert seen[1]["units"] != seen[0]["units"]
     assert seen[2]["units"] == seen[1]["units"]
-    assert seen[4]["units"] == seen[3]["units"]
 
     found, passed_over = folder.find(tmp_path / "snapshots")
-    assert [one.index.step for one in found] == [6, 8]
+    assert [one.index.step for one in found] == [4, 6]
     assert not passed_over
     records = read_records(tmp_path / "job" / "checkpoints" / "nereus")
     steps = [record for record in records if isinstance(record, StepRecord)]
-    assert [record.step for record in steps] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert [record.step for record in steps] == [1, 2, 3, 4, 5, 5, 6, 7]
     waited = {record.step: record.metrics["nereus/snapshot_ms"] for record in steps}
-    assert waited[8] > waited[7]
+    assert waited[6] > waited[7]
     assert "nereus_snapshot" in steps[-1].stages_s
 
 

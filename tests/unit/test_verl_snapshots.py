@@ -133,7 +133,7 @@ def test_what_was_lost_and_how_it_was_laid_out_is_said(tmp_path: Path) -> None:
     _take(tmp_path / "snapshots", 1, 10)
     units = jobconfig.units(job())
     found = _newest(tmp_path)
-    assert "lost" not in resume.words(found, tmp_path, units)[0]
+    assert "work lost" not in resume.words(found, tmp_path, units)[0]
     writer = RecordWriter(tmp_path)
     for step in (10, 11, 12):
         writer.write(StepRecord(step, 0, 0.0, 1.0, {}, {}, 0, {}, {}, {}))
@@ -188,7 +188,7 @@ def test_values_come_back_as_they_were() -> None:
         "s": np.float64(0.1),
     }
     back = json_state.from_json(json.loads(json.dumps(json_state.to_json(value))))
-    assert {k: v for k, v in back.items() if k not in "tn"} == {
+    assert {k: v for k, v in back.items() if k not in ("t", "n")} == {
         k: v for k, v in value.items() if k not in ("t", "n")
     }
     assert isinstance(back["b"], tuple)
