@@ -6,13 +6,13 @@ else of the framework. Adapters register under the entry-point group `nereus.job
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from nereus_plugins.spec import GlobalPlan, Layout, ModelSpec, ModelStage
+from nereus_plugins.spec import GlobalPlan, Layout, ModelSpec, ModelStage, Record
+from nereus_plugins.spec.record import require_int, require_number
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 
 ENTRY_POINT_GROUP = "nereus.jobs"
@@ -80,17 +80,33 @@ class UnitInfo:
 
 
 @dataclass(frozen=True)
-class Gpus:
-    """Which GPUs a job may use. Devices are numbered, and those that go are the last.
+class Lease(Record):
+    """GPUs that a job may use by the step that comes next, as whoever lends them says.
 
-    available: devices 0 .. available-1 may be used by the step that comes next.
-    leaving: how many of these, the last ones, have been given notice.
-    notice_s: seconds until those must have been left; infinite where none leaves.
+    A job has a tuple of leases, which number its devices: those of the first lease come first, and
+    those that must be left first are the last. A revocation with notice is a lease that ends.
+
+    Attributes:
+        gpus: how many.
+        until_s: seconds from now until they must have been left; None: nobody has said.
+        notice_s: they may be taken back before that, with so many seconds of notice (a spot
+            instance); None: they are firm.
     """
 
-    available: int
-    leaving: int = 0
-    notice_s: float = math.inf
+    gpus: int
+    until_s: float | None = None
+    notice_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_int("Lease", "gpus", self.gpus)
+        for name, seconds in (("until_s", self.until_s), ("notice_s", self.notice_s)):
+            if seconds is not None:
+                require_number("Lease", name, seconds, minimum=0.0)
+
+
+def leased(leases: Iterable[Lease]) -> int:
+    """How many GPUs: devices 0 up to this may be used."""
+    return sum(lease.gpus for lease in leases)
 
 
 @dataclass(frozen=True)
@@ -122,8 +138,8 @@ class JobPort(Protocol):
 
     def units(self) -> tuple[UnitInfo, ...]: ...
 
-    def gpus(self) -> Gpus:
-        """Grants and revocations as they stand; more than the plan in force uses, or fewer."""
+    def leases(self) -> tuple[Lease, ...]:
+        """The GPUs that it has as things stand; more than the plan in force uses, or fewer."""
         ...
 
     def execute(self, proposal: Proposal) -> TransitionRecord:

@@ -223,19 +223,36 @@ def gpus(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help="after which those beyond must have been left (default 0: at the next boundary)",
     )
+    parser.add_argument(
+        "--for",
+        type=int,
+        dest="lent",
+        metavar="SECONDS",
+        help="those beyond the ones that it uses now have to be left again after so long",
+    )
+    parser.add_argument(
+        "--spot",
+        type=int,
+        metavar="SECONDS",
+        help="these may be taken back before, with so much notice",
+    )
     return _guarded(parser, argv, _gpus)
 
 
 def _gpus(args: argparse.Namespace) -> int:
     if not 1 <= args.gpus <= MOST_RANKS:
         raise _Usage(f"gpus must be 1 to {MOST_RANKS}, got {args.gpus}")
-    if not 0 <= args.notice <= MOST_NOTICE_S:
-        raise _Usage(f"--notice must be 0 to {MOST_NOTICE_S} seconds, got {args.notice}")
+    for option, seconds in (("notice", args.notice), ("for", args.lent), ("spot", args.spot)):
+        if seconds is not None and not 0 <= seconds <= MOST_NOTICE_S:
+            raise _Usage(f"--{option} must be 0 to {MOST_NOTICE_S} seconds, got {seconds}")
     client = Client(args.run_dir)
-    reply = client.call("gpus", epoch=client.endpoint.epoch, gpus=args.gpus, notice_s=args.notice)
+    reply = client.call(
+        "gpus", epoch=client.endpoint.epoch, gpus=args.gpus, notice_s=args.notice,
+        lent_s=args.lent, spot_s=args.spot,
+    )  # fmt: skip
     if reply["state"] == REFUSED:
         return _refused(reply)
-    print(f"the job may use {args.gpus} GPUs; it uses {reply['job'].get('world_size')}")
+    print(f"the job may use {args.gpus} GPUs; it uses {reply['job'].get('gpus')}")
     return DONE
 
 

@@ -99,7 +99,7 @@ class Driver:
         run_dir: of the job.
         inbox: what commands are written into.
         state: what those who command the job see of it besides epoch and step: "world_size",
-            "nodes" and "plan", as they are now.
+            "gpus", how many the plan in force uses, "nodes" and "plan", as they are now.
 
     Attributes:
         epoch: in force. step: the trainer's last. last: its record, None before the first.

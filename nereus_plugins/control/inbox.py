@@ -6,6 +6,7 @@ accepted, a pending one is refused, and the driver skips what its schedule says.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nereus_plugins.control.lent import Granted
 from nereus_plugins.control.messages import (
     ACCEPTED,
     EXECUTING,
@@ -69,17 +71,6 @@ class Submitted:
             "predicted": dict(self.predicted),
             "by_plan": self.by_plan,
         }
-
-
-@dataclass(frozen=True)
-class Granted:
-    """GPUs that the job may use from now on, by command.
-
-    deadline: by `time.monotonic`, until which those beyond must have been left.
-    """
-
-    gpus: int
-    deadline: float
 
 
 class Inbox:
@@ -178,8 +169,19 @@ class Inbox:
         # Afterwards: a plan that is newer than the epoch is asked for again, an older one is not.
         return {**status, **self._more()}
 
-    def grant(self, epoch: int, gpus: int, notice_s: float) -> dict[str, Any]:
+    def grant(
+        self,
+        epoch: int,
+        gpus: int,
+        notice_s: float,
+        lent_s: float | None = None,
+        spot_s: float | None = None,
+    ) -> dict[str, Any]:
         """The job may use so many GPUs from now on; others it must have left after `notice_s`.
+
+        Args:
+            lent_s: after which those beyond the ones that it uses now have to be left again.
+            spot_s: notice with which these may be taken back before; None: they are firm.
 
         Raises: Refused.
         """
@@ -191,7 +193,14 @@ class Inbox:
                 raise Refused(
                     f"gpus: this job cannot go on with fewer than {self._fewest_gpus} GPUs"
                 )
-            self._granted = Granted(gpus, time.monotonic() + notice_s)
+            now = time.monotonic()
+            own, until = gpus, math.inf
+            if lent_s is not None or spot_s is not None:
+                own = self._job["gpus"]
+                if own >= gpus:
+                    raise Refused(f"gpus: the job uses {own}: of {gpus}, none would be lent to it")
+                until = now + lent_s if lent_s is not None else math.inf
+            self._granted = Granted(gpus, now + notice_s, own, until, spot_s)
         return self.status()
 
     def granted(self) -> Granted | None:

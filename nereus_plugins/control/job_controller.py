@@ -10,10 +10,9 @@ from typing import Any
 
 from nereus_plugins.control.beside import Beside, Launch
 from nereus_plugins.control.driver import SUBMITTED, say
-from nereus_plugins.control.live import gpus_to
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.setting import JobSetting
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.spec import GlobalPlan, SpecError
 
 
@@ -23,7 +22,7 @@ class JobController:
     Args:
         config: None: the settings have none.
         run_dir: the job's.
-        gpus: which GPUs the job may use (`nereus_plugins.job.JobPort.gpus`).
+        leases: which GPUs the job may use (`nereus_plugins.job.JobPort.leases`).
         adapt: its plan as this job can run it, as plans are written; raises SpecError.
     """
 
@@ -31,12 +30,12 @@ class JobController:
         self,
         config: ControllerConfig | None,
         run_dir: Path,
-        gpus: Callable[[], Gpus],
+        leases: Callable[[], tuple[Lease, ...]],
         adapt: Callable[[GlobalPlan], Mapping[str, Any]],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._gpus = gpus
+        self._leases = leases
         self._adapt = adapt
         self._beside: Beside | None = None
         self._global_plan: dict[str, Any] = {}  # in force
@@ -79,7 +78,7 @@ class JobController:
         state = {"mode": config.mode, "running": beside.running, "restarts": beside.restarts}
         return {
             "controller": state,
-            "gpus": gpus_to(self._gpus()),
+            "leases": [lease.to_dict() for lease in self._leases()],
             "global_plan": self._global_plan,
         }
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import fcntl
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from nereus_plugins.control.offered import Offered
 from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.journal import FILE, DecisionJournal, DecisionJournalError
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.spec import GlobalPlan
 from nereus_plugins.trace.record import (
     NewRecords,
@@ -41,6 +40,7 @@ from nereus_plugins.trace.record import (
 
 LOCK_FILE = "controller.lock"
 POLL_S = 0.2
+EARLIER_S = 1.0  # that a lease ends earlier than it did is news
 NICE = 5  # behind the ranks, and not starved where cores are few
 
 
@@ -59,7 +59,8 @@ class Live:
         self._records = NewRecords(run_dir)
         self._controller, self._seen = _begin(run_dir, self._launch)
         self._step = 0
-        self._decided: tuple[int, Gpus] | None = None  # for which step and GPUs
+        # For which step, and until when (by `time.monotonic`) its GPUs were there.
+        self._decided: tuple[int, tuple[Lease, ...], list[float]] | None = None
         self._offered = _offered(run_dir)
         self._submitted: int | None = None  # number of the plan that the job has from here
 
@@ -79,19 +80,29 @@ class Live:
         if job is None or job["state"] == REFUSED:
             return
         self._follow(job)
-        said = job.get("gpus")
+        said = job.get("leases")
         if said is None or self._submitted is not None or not self._step:
             return
-        gpus = gpus_from(said)
-        # A notice that runs is the same notice.
-        now = (self._step, dataclasses.replace(gpus, notice_s=0.0))
-        if now == self._decided:
+        leases = tuple(Lease.from_dict(one) for one in said)
+        if not self._is_news(leases):
             return
-        self._decided = now
-        decision = self._controller.decide(gpus, self._step)
+        decision = self._controller.decide(leases, self._step)
         # Planning takes time: a job that was started again meanwhile is not this one's.
         if decision.plan is not None and os.getppid() == self._parent:
             self._offer(decision)
+
+    def _is_news(self, leases: tuple[Lease, ...]) -> bool:
+        """Whether a step has ended since the last decision, or other GPUs are there, or they have
+        to be left earlier than they had to: a notice that runs is the same notice."""
+        now_s = time.monotonic()
+        ends = [now_s + one.until_s for one in leases if one.until_s is not None]
+        same = tuple(replace(one, until_s=one.until_s and 0.0) for one in leases)
+        if self._decided is not None and self._decided[:2] == (self._step, same):
+            before = self._decided[2]
+            if all(end > was - EARLIER_S for end, was in zip(ends, before, strict=True)):
+                return False
+        self._decided = (self._step, same, ends)
+        return True
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -258,18 +269,6 @@ def _offered(run_dir: Path) -> Offered | None:
         return Offered.read(run_dir)
     except (OSError, ValueError):
         return None
-
-
-def gpus_to(gpus: Gpus) -> dict[str, Any]:
-    """As a job's status says it; no notice is null there."""
-    notice_s = gpus.notice_s if math.isfinite(gpus.notice_s) else None
-    return {"available": gpus.available, "leaving": gpus.leaving, "notice_s": notice_s}
-
-
-def gpus_from(said: Mapping[str, Any]) -> Gpus:
-    notice_s = said["notice_s"]
-    notice_s = math.inf if notice_s is None else float(notice_s)
-    return Gpus(int(said["available"]), int(said["leaving"]), notice_s)
 
 
 def _plain(record: Any) -> Any:

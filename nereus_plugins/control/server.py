@@ -185,7 +185,11 @@ def _run(inbox: Inbox, request: dict[str, Any]) -> dict[str, Any]:
         return inbox.submit(messages.integer(request, "epoch"), plan, predicted)
     if command == "gpus":
         gpus, notice_s = messages.integer(request, "gpus"), messages.integer(request, "notice_s")
-        return inbox.grant(messages.integer(request, "epoch"), gpus, notice_s)
+        lent_s, spot_s = (
+            None if request.get(name) is None else messages.integer(request, name)
+            for name in ("lent_s", "spot_s")
+        )
+        return inbox.grant(messages.integer(request, "epoch"), gpus, notice_s, lent_s, spot_s)
     if command == "pause":
         return inbox.pause(messages.integer(request, "epoch"))
     if command == "resume":

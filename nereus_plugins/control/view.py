@@ -14,6 +14,7 @@ from nereus_plugins.control.messages import REFUSED, MessageError
 from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.journal import FILE as DECISIONS_FILE
 from nereus_plugins.controller.journal import parse_line
+from nereus_plugins.job import Lease, leased
 from nereus_plugins.spec import SpecError
 from nereus_plugins.trace.record import (
     RECORDS_FILE,
@@ -168,11 +169,17 @@ def _controller(
     if state is not None:
         died = f", started again {state['restarts']} times" if state["restarts"] else ""
         yield f"controller: {state['mode']}{'' if state['running'] else ', not running'}{died}"
-        gpus = control["gpus"] if control is not None else {}
-        leaving = f", {gpus['leaving']} of them are leaving" if gpus["leaving"] else ""
-        yield f"  may use {gpus['available']} GPUs{leaving}"
+        leases = [] if control is None else [Lease.from_dict(one) for one in control["leases"]]
+        yield f"  may use {leased(leases)} GPUs{''.join(map(_terms, leases))}"
     if decision is not None:
         yield f"  after step {decision['step']}: {decision['kind']}: {decision['reason']}"
+
+
+def _terms(lease: Lease) -> str:
+    """What is said of a lease that may end; "" of others."""
+    ends = "" if lease.until_s is None else f" for {lease.until_s:.0f} s"
+    spot = "" if lease.notice_s is None else f" with {lease.notice_s:.0f} s of notice"
+    return f", {lease.gpus} of them{ends}{spot}" if ends or spot else ""
 
 
 def _commands(control: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nereus_plugins.cost.calibrate import measured_seconds
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.planner.search import MARGIN
 from nereus_plugins.spec import GlobalPlan, ModelStage, SpecError
 from nereus_plugins.trace.record import (
@@ -28,12 +28,14 @@ from nereus_plugins.trace.record import (
 from nereus_plugins.trace.steps import observed_of
 
 from .admission import Verdict, admit, confidence_of, quantile, worth_of_trying
+from .backoff import BackOff
 from .books import Books
 from .config import ControllerConfig
 from .decision import Alternative, Decision, Numbers
 from .forecast import LengthForecast, Lifetime
 from .journal import DecisionJournal, DecisionJournalError
 from .learned import SETTLED, Learned
+from .leases import Level, levels, usable
 from .plans import ANCHOR, GRID, SEARCH_GRID, Judged, Plans, fits
 from .proof import BARRED_STEPS, TRIAL_STEPS, Proof, barred
 from .setting import JobSetting
@@ -68,13 +70,18 @@ _MOST = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """A plan that could be proposed."""
+    """A plan that could be proposed.
+
+    steps: how many it is expected to last; lent: its GPUs have to be left after these.
+    """
 
     plan: GlobalPlan
     judged: Judged
     memory: float
     saving_s: float
     spread_s: float
+    steps: float
+    lent: bool = False
 
 
 class _Weighed(NamedTuple):
@@ -124,6 +131,7 @@ class Controller:
         self.lengths = LengthForecast()
         self.lifetime = Lifetime()
         self.books = Books()
+        self.back_off = BackOff()
         self.corrected = Corrected()
         self.proofs: list[Proof] = []
         self._step_s = 0.0
@@ -174,16 +182,16 @@ class Controller:
             self._entered(plan)
         self._write_state()
 
-    def decide(self, gpus: Gpus, steps_done: int) -> Decision:
+    def decide(self, leases: Sequence[Lease], steps_done: int) -> Decision:
         """In which plan to go on with the step that comes next. Nothing is executed.
 
         Args:
-            gpus: as the job port says.
+            leases: as the job port says.
             steps_done: how many steps of the run are finished.
 
         Raises: OSError, DecisionJournalError: the decision could not be made durable.
         """
-        decision = self._decided(gpus, steps_done)
+        decision = self._decided(leases, steps_done)
         self._note(decision)
         self._write_decision(decision)
         return decision
@@ -199,7 +207,7 @@ class Controller:
         for memory_of in (high, self._forecast_high()):
             options = [
                 (self.plans.judge(one, mean).step_s, one)
-                for one in self._candidates(gpus, mean, memory_of, self.plan)
+                for one in self._candidates((gpus,), mean, memory_of, self.plan)
                 if max(one.devices) < gpus and fits(self.plans.memory(one, memory_of))
             ]
             if options:
@@ -281,6 +289,7 @@ class Controller:
             self.learned.calibration.after_transition()
             if proposed is not None and proposed.plan is not None and not fell_back:
                 self._close_proofs()
+                self._note_gpus(proposed, record.step, stall_s)
                 if proposed.reason.startswith(_GRANTED):
                     self.books.granted += 1
                 if proposed.numbers is not None:
@@ -307,6 +316,16 @@ class Controller:
             if one.epoch == self.epoch and one.predicted() == predicted:
                 return one
         return None
+
+    def _note_gpus(self, proposed: Decision, step: int, stall_s: float) -> None:
+        """The plan in force is left for one on more GPUs, or because GPUs are leaving."""
+        assert proposed.plan is not None
+        held = max(self.plan.devices)
+        if held >= proposed.gpus:
+            self.back_off.left(step, stall_s)
+        elif max(proposed.plan.devices) > held and not proposed.forced:
+            assert proposed.numbers is not None
+            self.back_off.took(step, proposed.numbers.saving_s, stall_s)
 
     def _close_proofs(self) -> None:
         """The plan in force is left: what was measured of it must do."""
@@ -387,29 +406,31 @@ class Controller:
     def _cut(self, mean_tokens: float) -> float:
         return min(mean_tokens, float(self.setting.max_response_tokens))
 
-    def _usable(self, gpus: Gpus) -> int:
-        """GPUs for the next step: those under notice as long as it leaves time for a step, one that
-        is twice as long as usual, and the transition."""
-        if not gpus.leaving or gpus.notice_s > 3.0 * self._step_s + 2.0 * self._usual_stall_s():
-            return gpus.available
-        return gpus.available - gpus.leaving
+    def _leave_s(self) -> float:
+        """Seconds before a lease ends from which on its GPUs are left: then there is no time for a
+        step, one that is twice as long as usual, and the transition."""
+        return 3.0 * self._step_s + 2.0 * self._usual_stall_s()
 
     def _usual_stall_s(self) -> float:
         return 60.0 if not self.proofs else max(p.stall_s for p in self.proofs[-5:])
 
-    def _decided(self, gpus: Gpus, steps_done: int) -> Decision:
+    def _decided(self, leases: Sequence[Lease], steps_done: int) -> Decision:
         self._steps = steps_done
-        usable = self._usable(gpus)
-        lasting = gpus.available - gpus.leaving
+        leave_s = self._leave_s()
+        there = usable(leases, leave_s)
         mean, high = self._mean(), self._high()
         now = self.plans.judge(self.plan, mean)
         memory = self.plans.memory(self.plan, high)
         left = max(0, self.setting.steps - steps_done)
+        steps = min(float(left), self.lifetime.expected_steps())
+        held = 1 + max(self.plan.devices)
+        found = levels(leases, leave_s, self._step_s or now.step_s, steps, held)
+        most = found[-1].gpus if found else 0
 
         def decision(kind: str, reason: str, **more: Any) -> Decision:
-            return Decision(kind, reason, steps_done, self.epoch, usable, mean, **more)
+            return Decision(kind, reason, steps_done, self.epoch, there, mean, **more)
 
-        gone = max(self.plan.devices) >= usable
+        gone = held > there
         full = memory > FULL
         if left == 0:
             return decision("stay", "the run is done")
@@ -419,29 +440,42 @@ class Controller:
             if not self.lengths.seen:
                 return decision("stay", "no step was observed yet")
             dwell = max(self._dwell_steps(), TRIAL_STEPS if self._on_trial(mean) else 0)
-            if self._in_force < dwell and lasting == self._judged_for:
+            if self._in_force < dwell and most == self._judged_for:
                 return decision("stay", f"in this plan for {self._in_force} steps, of {dwell}")
-        if not (gone or full) and not self._due(lasting, mean, steps_done):
+        if not (gone or full) and not self._due(found, mean, steps_done):
             return decision("stay", "nothing has changed since plans were last compared")
-        self._judged_for = lasting
-        options = self._options(lasting, mean, high, now)
+        self._judged_for = most
+        if gone or full:
+            found = found[:1]  # GPUs that have to be left first are not moved onto for that
+        if not found:
+            return decision("stay", "there are no GPUs to stay on", forced=True)
+        options = self._options(found, there, mean, high, now, steps)
+        if gone and not options:
+            # That they were found slower than what cannot be held now does not count.
+            options = self._options(found, there, mean, high, now, steps, slower_too=True)
         if full and not options:
             # None with the planner's margin: then one that is less full than this.
-            options = self._options(lasting, mean, high, now, most=min(FULL, memory - 0.01))
-        steps = min(float(left), self.lifetime.expected_steps())
+            fullest = min(FULL, memory - 0.01)
+            options = self._options(found, there, mean, high, now, steps, fullest)
         if gone or full:
             why = (
-                f"{gpus.leaving or 1 + max(self.plan.devices) - usable} GPUs are leaving"
+                f"{held - there} GPUs are leaving"
                 if gone
                 else f"memory is forecast to fill to {100 * min(memory, 9.99):.1f} % within "
                 f"{self.config.look_ahead_steps} steps"
             )
-            return self._forced(decision, why, options, now, steps)
-        return self._unforced(decision, options, now, steps)
+            return self._forced(decision, why, options, now)
+        if not self.back_off.waits(steps_done):
+            return self._unforced(decision, options, now)
+        made = self._unforced(decision, [o for o in options if max(o.plan.devices) < held], now)
+        if made.kind == "stay":
+            made = dataclasses.replace(made, reason=f"{self.back_off}; {made.reason}")
+        return made
 
-    def _due(self, gpus: int, mean: float, steps_done: int) -> bool:
+    def _due(self, found: Sequence[Level], mean: float, steps_done: int) -> bool:
         """Whether plans are to be compared again: conditions or what is known of them are others,
         or it is some steps ago."""
+        gpus = tuple(level.gpus for level in found)
         about = (gpus, round(math.log(mean) / GRID), self._version, self.plan.assignments)
         about_before, at = self._compared
         if about == about_before and at <= steps_done < at + _COMPARE_EVERY:
@@ -450,40 +484,57 @@ class Controller:
         return True
 
     def _candidates(
-        self, gpus: int, mean: float, high: float, current: GlobalPlan
+        self, counts: Iterable[int], mean: float, high: float, current: GlobalPlan
     ) -> Iterable[GlobalPlan]:
-        """Plans worth judging; the planner's preferred one first."""
-        found = self.plans.searched(gpus, mean, current, self._version)
-        if not found or not fits(self.plans.memory(found[0], high)):
-            found = [*self.plans.searched(gpus, high, current, self._version), *found]
-        scaled = self.plans.scaled(current, gpus)
-        out = [*found, *([scaled] if scaled else [])]
-        for one in (current, *out[:1], *([scaled] if scaled else [])):
-            out += self.plans.with_other_knobs(one, high)
+        """Plans worth judging on so many GPUs; of each count the planner's preferred one first."""
+        out: list[GlobalPlan] = []
+        for gpus in counts:
+            found = self.plans.searched(gpus, mean, current, self._version)
+            if not found or not fits(self.plans.memory(found[0], high)):
+                found = [*self.plans.searched(gpus, high, current, self._version), *found]
+            scaled = self.plans.scaled(current, gpus)
+            out += [*found, *([scaled] if scaled else [])]
+            for one in (current, *found[:1], *([scaled] if scaled else [])):
+                out += self.plans.with_other_knobs(one, high)
         out += self.books.plans()
         return {one.assignments: one for one in out}.values()
 
     def _options(
-        self, gpus: int, mean: float, high: float, now: Judged, most: float = 1.0 - MARGIN
+        self,
+        found: Sequence[Level],
+        there: int,
+        mean: float,
+        high: float,
+        now: Judged,
+        steps: float,
+        fullest: float = 1.0 - MARGIN,
+        slower_too: bool = False,
     ) -> list[_Option]:
         """Every candidate that fits on the GPUs at the lengths to come; fastest first.
 
-        most: the part of a GPU that it may take; default with the planner's margin.
+        Args:
+            found: GPUs to plan for. there: that the next step may use.
+            steps: that plans are expected to last where their GPUs do.
+            fullest: the part of a GPU that a plan may take; default with the planner's margin.
+            slower_too: also plans that were found slower than the one that they were entered from.
         """
         out = []
-        for one in self._candidates(gpus, mean, high, self.plan):
-            if one.assignments == self.plan.assignments or max(one.devices) >= gpus:
+        for one in self._candidates([level.gpus for level in found], mean, high, self.plan):
+            level = next((level for level in found if max(one.devices) < level.gpus), None)
+            if one.assignments == self.plan.assignments or level is None:
                 continue
             if self._aborted_lately(one):
                 continue
-            if barred(self.proofs, one, self._steps, gpus, mean):
+            if not slower_too and barred(self.proofs, one, self._steps, there, mean):
                 continue
             memory = self.plans.memory(one, high)
-            if memory > most:
+            if memory > fullest:
                 continue
             judged = self.plans.judge(one, mean)
             saving, spread = self.plans.saving(self.plan, now, one, judged)
-            out.append(_Option(one, judged, memory, saving, spread))
+            lent = level.steps < steps
+            lasts = min(steps, level.steps)
+            out.append(_Option(one, judged, memory, saving, spread, lasts, lent))
         out.sort(key=lambda option: option.judged.step_s)
         # Of plans that differ in knobs alone, the fastest.
         best: dict[object, _Option] = {}
@@ -500,18 +551,23 @@ class Controller:
         found = self._transitions(self.plan, plan)
         return found, self.corrected.seconds(found) if found is not None else {}
 
-    def _numbers(self, option: _Option, now: Judged, steps: float) -> tuple[Numbers, str]:
+    def _numbers(self, option: _Option, now: Judged) -> tuple[Numbers, str]:
         """(numbers, digest); a transition that is not possible takes for ever."""
         found, parts = self._transition(option.plan)
         cost = sum(parts.values()) if found is not None else math.inf
-        sure = confidence_of(option.saving_s, option.spread_s, steps, cost * (1.0 + self._again()))
+        sure = confidence_of(
+            option.saving_s, option.spread_s, option.steps, cost * (1.0 + self._again(option))
+        )
         numbers = Numbers(
-            now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, sure,
+            now.step_s, option.judged.step_s, option.saving_s, option.spread_s, option.steps, sure,
             option.memory, cost if found is not None else None, parts,
         )  # fmt: skip
         return numbers, found.digest if found is not None else ""
 
-    def _again(self) -> float:
+    def _again(self, option: _Option) -> float:
+        """Probability that a plan has to be left again."""
+        if option.lent:
+            return 1.0
         left = self.setting.steps - self._steps
         return self.lifetime.change_within(left)
 
@@ -524,22 +580,21 @@ class Controller:
         why: str,
         options: list[_Option],
         now: Judged,
-        steps: float,
     ) -> Decision:
         """The cheapest safe plan: least transition and steps together, over the horizon."""
         judged = []
         knobs = [o for o in options if self._same_layouts(o.plan)][:_CONSIDERED]
         for option in [*knobs, *[o for o in options if o not in knobs][:_CONSIDERED]]:
-            numbers, digest = self._numbers(option, now, steps)
+            numbers, digest = self._numbers(option, now)
             if numbers.transition_s is not None:
-                total = numbers.transition_s + max(1.0, steps) * option.judged.step_s
+                total = numbers.transition_s + max(1.0, option.steps) * option.judged.step_s
                 judged.append((total, option, numbers, digest))
         judged.sort(key=lambda one: one[0])
         if not judged:
             return decision("stay", f"{why}, and no plan that fits can be reached", forced=True)
         total, option, numbers, digest = judged[0]
         others = tuple(
-            Alternative(o.plan, f"takes {t - total:.0f} s more over {steps:.0f} steps", n)
+            Alternative(o.plan, f"takes {t - total:.0f} s more over {o.steps:.0f} steps", n)
             for t, o, n, _ in judged[1:]
         )
         return decision(
@@ -552,23 +607,22 @@ class Controller:
         decision: Callable[..., Decision],
         options: list[_Option],
         now: Judged,
-        steps: float,
     ) -> Decision:
         worth = [o for o in options if o.saving_s > 0]
         if not worth:
-            return self._trial(decision, options, now, steps) or decision(
+            return self._trial(decision, options, now) or decision(
                 "stay",
                 "no plan that fits is expected to be faster",
-                alternatives=tuple(_slower(o, now, steps) for o in options[:1]),
+                alternatives=tuple(_slower(o, now) for o in options[:1]),
             )
         knobs = [o for o in worth if self._same_layouts(o.plan)]
         ranked = worth[:_CONSIDERED]
         former = [o for o in worth if self._disproved(o.plan)]
         ranked += [o for o in (*knobs[:1], *former) if o not in ranked]
-        verdicts = [self._judged(option, now, steps) for option in ranked]
+        verdicts = [self._judged(option, now) for option in ranked]
         admitted = [one for one in verdicts if one.verdict.admitted]
         if not admitted:
-            return self._trial(decision, options, now, steps) or decision(
+            return self._trial(decision, options, now) or decision(
                 "stay",
                 verdicts[0].verdict.reason,
                 alternatives=tuple(
@@ -600,7 +654,6 @@ class Controller:
         decision: Callable[..., Decision],
         options: list[_Option],
         now: Judged,
-        steps: float,
     ) -> Decision | None:
         """A plan whose layouts were never run, for what running it may tell; None where that is not
         worth it. Only where few steps tell: in steady conditions, with little noise."""
@@ -620,12 +673,12 @@ class Controller:
 
             def worth_s(transition_s: float, one: _Option = option, n: float = noise_s) -> float:
                 return worth_of_trying(
-                    one.saving_s, one.spread_s, n, steps, TRIAL_STEPS, transition_s
+                    one.saving_s, one.spread_s, n, one.steps, TRIAL_STEPS, transition_s
                 )
 
             if worth_s(0.0) <= (best[0] if best else 0.0):
                 continue
-            numbers, digest = self._numbers(option, now, steps)
+            numbers, digest = self._numbers(option, now)
             if numbers.transition_s is None:
                 continue
             most_s = TRIAL_STEPS * max(0.0, 2.0 * option.spread_s - option.saving_s)
@@ -641,32 +694,33 @@ class Controller:
         return decision(
             "propose",
             f"never tried: expected to save {option.saving_s:.1f} s (+- {option.spread_s:.1f}) of "
-            f"{now.step_s:.1f} s a step; to know is worth {found_s:.0f} s over {steps:.0f} steps",
+            f"{now.step_s:.1f} s a step; to know is worth {found_s:.0f} s over {option.steps:.0f} "
+            "steps",
             plan=option.plan, digest=digest, trial=True, numbers=numbers,
         )  # fmt: skip
 
     def _same_layout(self, stage: ModelStage, plan: GlobalPlan) -> bool:
         return self.plan.assignments[stage].layout == plan.assignments[stage].layout
 
-    def _judged(self, option: _Option, now: Judged, steps: float) -> _Weighed:
+    def _judged(self, option: _Option, now: Judged) -> _Weighed:
         """An option, weighed. The graph of its transition is compiled only if it would be admitted
         were the transition free."""
         back = self._disproved(option.plan)
         config = dataclasses.replace(self.config, least_gain=0.0) if back else self.config
-        again, regret_s = self._again(), self.books.regret_s()
+        again, regret_s = self._again(option), self.books.regret_s()
 
         def verdict_for(transition_s: float, budget_s: float) -> Verdict:
             return admit(
                 config, step_s=now.step_s, saving_s=option.saving_s, spread_s=option.spread_s,
-                steps=steps, transition_s=transition_s, again=again, regret_s=regret_s,
+                steps=option.steps, transition_s=transition_s, again=again, regret_s=regret_s,
                 budget_s=budget_s,
             )  # fmt: skip
 
         free = verdict_for(0.0, math.inf)
         if not free.admitted:
-            numbers = _numbers_without_transition(option, now, steps, free.confidence)
+            numbers = _numbers_without_transition(option, now, free.confidence)
             return _Weighed(option, free, numbers, "", -math.inf)
-        numbers, digest = self._numbers(option, now, steps)
+        numbers, digest = self._numbers(option, now)
         transition_s = math.inf if numbers.transition_s is None else numbers.transition_s
         budget_s = self._budget_s(now)
         granted = self.books.leads(option.plan, self.plan, transition_s)
@@ -677,7 +731,7 @@ class Controller:
         elif verdict.admitted and regret_s + transition_s > budget_s:
             verdict = verdict._replace(reason=f"{_GRANTED}: {verdict.reason}")
         at_least_s = option.saving_s - quantile(config.confidence) * option.spread_s
-        net_s = at_least_s * steps - transition_s
+        net_s = at_least_s * option.steps - transition_s
         return _Weighed(option, verdict, numbers, digest, net_s)
 
     def _budget_s(self, now: Judged) -> float:
@@ -737,6 +791,7 @@ class Controller:
             "lengths": dataclasses.asdict(self.lengths),
             "lifetime": dataclasses.asdict(self.lifetime),
             "books": self.books.to_dict(),
+            "back_off": dataclasses.asdict(self.back_off),
             "corrected": dataclasses.asdict(self.corrected),
             "proofs": [proof.to_dict() for proof in self.proofs],
             "proposed": [decision.to_dict() for decision in self._proposed],
@@ -825,6 +880,7 @@ class Controller:
         self.lengths = LengthForecast(**state["lengths"])
         self.lifetime = Lifetime(**state["lifetime"])
         self.books = Books.from_dict(state["books"])
+        self.back_off = BackOff(**state["back_off"])
         self.corrected = Corrected(**state["corrected"])
         self.proofs = [Proof.from_dict(one) for one in state["proofs"]]
         self._proposed = [Decision.from_dict(one) for one in state["proposed"]]
@@ -871,17 +927,15 @@ def _layouts(plan: GlobalPlan) -> object:
     return frozenset((stage, a.layout, a.devices) for stage, a in plan.assignments.items())
 
 
-def _numbers_without_transition(
-    option: _Option, now: Judged, steps: float, confidence: float
-) -> Numbers:
+def _numbers_without_transition(option: _Option, now: Judged, confidence: float) -> Numbers:
     return Numbers(
-        now.step_s, option.judged.step_s, option.saving_s, option.spread_s, steps, confidence,
-        option.memory,
+        now.step_s, option.judged.step_s, option.saving_s, option.spread_s, option.steps,
+        confidence, option.memory,
     )  # fmt: skip
 
 
-def _slower(option: _Option, now: Judged, steps: float) -> Alternative:
+def _slower(option: _Option, now: Judged) -> Alternative:
     """The next best, whose transition is not worth estimating."""
-    numbers = _numbers_without_transition(option, now, steps, 0.0)
+    numbers = _numbers_without_transition(option, now, 0.0)
     slower = -100 * option.saving_s / now.step_s
     return Alternative(option.plan, f"slower by {slower:.1f} % of a step", numbers)

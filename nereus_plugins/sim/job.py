@@ -17,7 +17,7 @@ from nereus_plugins.cost.estimate import Estimate, StageEstimate
 from nereus_plugins.gtg.compile import InfeasibleTransition
 from nereus_plugins.job import (
     Capabilities,
-    Gpus,
+    Lease,
     Proposal,
     StaleProposal,
     UnitInfo,
@@ -121,7 +121,7 @@ class SimulatedJob:
             out.append(UnitInfo(unit.name, unit.model, stages, layout, trainable))
         return tuple(out)
 
-    def gpus(self) -> Gpus:
+    def leases(self) -> tuple[Lease, ...]:
         """Notice is given for as many steps as the constants say, of the last step's seconds."""
         trace, there = self.world.trace, self.available()
         step_s = self._last.step_s if self._last is not None else 0.0
@@ -131,8 +131,8 @@ class SimulatedJob:
                 break
             left = trace.conditions(step, self.elapsed_s + later_s).gpus
             if left < there:
-                return Gpus(there, there - left, later_s)
-        return Gpus(there)
+                return Lease(left), Lease(there - left, until_s=later_s)
+        return (Lease(there),)
 
     def execute(
         self, proposal: Proposal, predicted: Mapping[str, float] = MappingProxyType({})

@@ -56,7 +56,7 @@ class Nereus:
 
     def decide(self, job: SimulatedJob) -> Decision | None:
         self._catch_up(job)
-        found = self.controller.decide(job.gpus(), job.step)
+        found = self.controller.decide(job.leases(), job.step)
         if found.plan is not None:
             return Decision(found.plan, predicted=found.predicted())
         if max(job.describe().devices) >= job.available():

@@ -43,7 +43,7 @@ def status(run_dir: Path) -> dict[str, Any] | None:
 def available(run_dir: Path) -> int:
     """GPUs that the job could use, by its own word; 0 once it has ended."""
     job = status(run_dir)
-    return 0 if job is None else int(job["gpus"]["available"])
+    return 0 if job is None else sum(one["gpus"] for one in job["leases"])
 
 
 @contextmanager

@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 
 from nereus_plugins.control import messages, server
 from nereus_plugins.control.client import Client, NoLiveJob
-from nereus_plugins.control.inbox import Granted, Inbox, Refused
+from nereus_plugins.control.inbox import Inbox, Refused
 from nereus_plugins.control.messages import ENDPOINT_FILE, MOST_BYTES, Endpoint, MessageError
 from nereus_plugins.control.server import Server
-from nereus_plugins.control.usable import usable_gpus
-from nereus_plugins.job import Gpus
 
 PLAN = {"tp": 2}
 
@@ -508,23 +506,6 @@ def test_gpus_are_granted_by_command_where_there_is_a_controller(tmp_path: Path)
         assert "fewer than 3" in client.call("gpus", epoch=3, gpus=2, notice_s=0)["reason"]
     finally:
         server.close()
-
-
-def test_which_gpus_a_job_may_use() -> None:
-    """Its own and those that are free, as far as it was told; those that go are the last."""
-    now_s, now = time.time(), time.monotonic()
-    assert usable_gpus(4, 3, None) == Gpus(7)
-    assert usable_gpus(4, 3, Granted(5, now)) == Gpus(5)
-    told = usable_gpus(4, 3, Granted(2, now + 60.0))
-    assert (told.available, told.leaving) == (4, 2)
-    assert 50 < told.notice_s <= 60
-    drained = usable_gpus(4, 3, None, {3: now_s + 30.0, 1: now_s + 90.0})
-    assert (drained.available, drained.leaving) == (4, 2)
-    assert 20 < drained.notice_s <= 30
-    both = usable_gpus(4, 3, Granted(1, now + 10.0), {3: now_s + 30.0})
-    assert (both.available, both.leaving) == (4, 3)
-    assert both.notice_s <= 10
-    assert usable_gpus(2, 0, None, {0: now_s, 1: now_s}).leaving == 1, "one is kept"
 
 
 def test_gpus_are_refused_without_a_controller(running: Server, tmp_path: Path) -> None:

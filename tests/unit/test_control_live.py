@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import stat
@@ -22,7 +21,7 @@ import pytest
 from nereus_plugins.control import beside, cli
 from nereus_plugins.control.beside import Beside, Launch
 from nereus_plugins.control.inbox import Inbox
-from nereus_plugins.control.live import Live, gpus_from, gpus_to, only_one
+from nereus_plugins.control.live import Live, only_one
 from nereus_plugins.control.offered import Offered
 from nereus_plugins.control.server import Server
 from nereus_plugins.controller.config import ControllerConfig
@@ -32,7 +31,7 @@ from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.explain import cluster_of
 from nereus_plugins.cost.job import JobSpec
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.spec import GlobalPlan, LengthDistribution, ModelStage
 from nereus_plugins.trace.conditions import Setting
@@ -45,6 +44,7 @@ from nereus_plugins.trace.record import (
 )
 
 S = ModelStage
+LEAVE = (Lease(2), Lease(2, until_s=5.0))
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +63,25 @@ def plan(setting: JobSetting) -> GlobalPlan:
 class Job:
     """A job's driver, but for the job: its records, its commands, and what it is asked for."""
 
+    stall_s = 1.0  # of a transition
+
     def __init__(self, run_dir: Path, plan: GlobalPlan, refuses: str = "") -> None:
         self.run_dir, self.plan, self.refuses = run_dir, plan, refuses
         self.records = RecordWriter(run_dir)
-        self.gpus = Gpus(4)
+        self.leases: tuple[Lease, ...] = (Lease(4),)
         self.epoch = 0
         self.inbox = Inbox(
             self._check, takes_gpus="",
-            more=lambda: {"gpus": gpus_to(self.gpus), "global_plan": self.plan.to_dict()},
+            more=lambda: {
+                "leases": [one.to_dict() for one in self.lent()],
+                "global_plan": self.plan.to_dict(),
+            },
         )  # fmt: skip
         self.inbox.inform(epoch=0)
         self.server = Server(run_dir, self.inbox, "run", 0)
+
+    def lent(self) -> tuple[Lease, ...]:
+        return self.leases
 
     def _check(self, asked: Mapping[str, Any]) -> str:
         if self.refuses:
@@ -112,7 +120,7 @@ class Job:
         self.plan, self.epoch = plan, self.epoch + 1
         record = TransitionRecord(
             step=number, epoch=self.epoch, time_unix_s=now_s(), outcome="committed", reason="",
-            units={}, seconds={"prepare": 1.0}, digest="", predicted=predicted,
+            units={}, seconds={"prepare": self.stall_s}, digest="", predicted=predicted,
         )  # fmt: skip
         self.records.write(record)
         self.inbox.inform(epoch=self.epoch)
@@ -161,7 +169,7 @@ def test_gpus_that_are_granted_are_used(job: Job, setting: JobSetting) -> None:
     job.step(1)
     live.look()
     assert not job.inbox.waiting()  # nothing better on four
-    job.gpus = Gpus(8)
+    job.leases = (Lease(8),)
     for step in range(2, 8):
         job.step(step)
         live.look()
@@ -182,7 +190,7 @@ def test_gpus_under_notice_are_left(job: Job, setting: JobSetting) -> None:
     live = begin(job, setting)
     job.step(1)
     live.look()
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()  # no step in between: the notice alone is news
     assert job.inbox.waiting()
     job.boundary(1)
@@ -198,7 +206,7 @@ def test_a_plan_that_the_job_cannot_run_is_not_proposed_again(
         live = begin(job, setting)
         job.step(1)
         live.look()
-        job.gpus = Gpus(4, 2, 5.0)
+        job.leases = LEAVE
         proposed = []
         for step in range(2, 6):
             job.step(step)
@@ -225,7 +233,7 @@ def test_a_paused_job_is_asked_again(job: Job, setting: JobSetting) -> None:
     job.step(1)
     live.look()
     job.inbox.pause(0)
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert not job.inbox.waiting()
     job.inbox.resume(0)
@@ -238,7 +246,7 @@ def test_a_proposal_for_another_epoch_is_refused(job: Job, setting: JobSetting) 
     live = begin(job, setting)
     job.step(1)
     live.look()
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert job.inbox.waiting()
     job.inbox.inform(epoch=1)  # another transition was faster
@@ -257,7 +265,7 @@ def test_a_users_plan_is_followed_though_another_was_proposed(
     live = begin(job, setting, mode="observe")
     job.step(1)
     live.look()
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert decisions(job)[-1]["kind"] == "propose"
     theirs = starting_plan(setting, 1)
@@ -274,7 +282,7 @@ def test_only_act_submits(job: Job, setting: JobSetting, mode: str) -> None:
     live = begin(job, setting, mode=mode)
     job.step(1)
     live.look()
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert not job.inbox.waiting()
     assert decisions(job)[-1]["kind"] == "propose"
@@ -294,7 +302,7 @@ def test_what_was_advised_is_executed_once_approved(
     where = str(job.run_dir)
     assert cli.approve([where]) == cli.USAGE
     assert "has proposed nothing yet" in capsys.readouterr().err
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     job.step(2)
     live.look()  # the same plan is the same proposal
@@ -321,7 +329,7 @@ def test_what_was_proposed_to_an_earlier_run_cannot_be_approved(
     live = begin(job, setting, mode="advise")
     job.step(1)
     live.look()
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert (job.run_dir / "proposal.json").exists()
     begin(job, setting, mode="advise")
@@ -339,10 +347,32 @@ def test_gpus_by_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.gpus([str(job.run_dir), "2", "--notice", "-1"]) == cli.USAGE
 
 
-def test_no_notice_is_said_in_json() -> None:
-    for gpus in (Gpus(8), Gpus(8, 2, 30.0)):
-        assert gpus_from(json.loads(json.dumps(gpus_to(gpus), allow_nan=False))) == gpus
-    assert math.isinf(gpus_from(gpus_to(Gpus(8))).notice_s)
+def test_gpus_are_lent_by_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.inbox.inform(epoch=0, gpus=4)
+    where = str(job.run_dir)
+    assert cli.gpus([where, "8", "--for", "600", "--spot", "30"]) == cli.DONE
+    granted = job.inbox.granted()
+    assert granted is not None
+    assert (granted.gpus, granted.own, granted.notice_s) == (8, 4, 30)
+    assert 590 < granted.until - time.monotonic() <= 600
+    assert cli.gpus([where, "4", "--for", "600"]) == cli.NOT_TAKEN
+    assert "none would be lent" in capsys.readouterr().err
+
+
+def test_a_lease_that_ends_earlier_than_it_did_is_news(job: Job, setting: JobSetting) -> None:
+    """Within a step; one that runs on is not."""
+    live = begin(job, setting)
+    job.step(1)
+    job.leases = (Lease(2), Lease(2, until_s=5000.0))
+    live.look()
+    decided = len(decisions(job))
+    job.leases = (Lease(2), Lease(2, until_s=4999.9))
+    live.look()
+    assert len(decisions(job)) == decided
+    job.leases = LEAVE
+    live.look()
+    assert decisions(job)[-1]["forced"]
+    assert job.inbox.waiting()
 
 
 def test_a_controller_that_begins_again_knows_what_it_knew(job: Job, setting: JobSetting) -> None:
@@ -380,7 +410,7 @@ def test_a_plan_of_others_is_the_plan_in_force(
     job.step(1)
     live.look()
     job.inbox.pause(0)  # what is proposed is not executed
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     proposed = decisions(job)[-1]
     assert proposed["kind"] == "propose"
@@ -410,7 +440,7 @@ def test_a_job_that_is_started_again_is_in_its_own_plan(job: Job, setting: JobSe
     job.begin_run()
     again.look()
     assert again._controller.plan.assignments == start.assignments
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     job.step(2)
     again.look()
     assert decisions(job)[-1]["step"] == 2
@@ -442,9 +472,9 @@ def test_a_damaged_journal_is_put_aside(job: Job, setting: JobSetting) -> None:
 def test_a_job_that_cannot_say_how_it_is_is_asked_again(job: Job, setting: JobSetting) -> None:
     live = begin(job, setting)
     job.step(1)
-    gpus, job.gpus = job.gpus, None  # type: ignore[assignment]
+    leases, job.leases = job.leases, None  # type: ignore[assignment]
     live.look()
-    job.gpus = gpus
+    job.leases = leases
     live.look()
     assert decisions(job)[-1]["step"] == 1
 
@@ -455,7 +485,7 @@ def test_nothing_is_proposed_to_another_driver(job: Job, setting: JobSetting) ->
     job.step(1)
     live.look()
     live._parent += 1
-    job.gpus = Gpus(4, 2, 5.0)
+    job.leases = LEAVE
     live.look()
     assert decisions(job)[-1]["kind"] == "propose"
     assert not job.inbox.waiting()

@@ -20,7 +20,7 @@ from nereus_plugins.controller.journal import DecisionJournal, DecisionJournalEr
 from nereus_plugins.controller.learned import Learned, Memory
 from nereus_plugins.controller.plans import Plans
 from nereus_plugins.controller.setting import JobSetting
-from nereus_plugins.job import Gpus, Proposal
+from nereus_plugins.job import Lease, Proposal
 from nereus_plugins.sim.job import Failure, SimulatedJob, capabilities_of
 from nereus_plugins.sim.nereus import Nereus, RestartElastic
 from nereus_plugins.sim.run import through
@@ -36,6 +36,8 @@ from nereus_plugins.trace.conditions import Trace
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 
 from .test_sim import SETTING, trace
+
+LEAVE = (Lease(8), Lease(8, until_s=0.0))
 
 
 def setting_of(one: Trace) -> JobSetting:
@@ -178,7 +180,7 @@ def test_damage_before_the_end_is_an_error(tmp_path: Path) -> None:
 def test_before_a_step_it_stays_and_says_why() -> None:
     setting = setting_of(trace())
     one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0)
-    found = one.decide(Gpus(16), 0)
+    found = one.decide((Lease(16),), 0)
     assert found.kind == "stay"
     assert "no step" in found.reason
 
@@ -186,8 +188,8 @@ def test_before_a_step_it_stays_and_says_why() -> None:
 def test_gpus_that_leave_are_left_at_once_or_within_the_notice() -> None:
     setting = setting_of(trace())
     one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0)
-    assert one.decide(Gpus(16, leaving=8, notice_s=1e6), 3).kind == "stay"
-    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    assert one.decide((Lease(8), Lease(8, until_s=1e6)), 3).kind == "stay"
+    found = one.decide(LEAVE, 3)
     assert found.kind == "propose"
     assert found.forced
     assert found.plan is not None
@@ -333,8 +335,8 @@ def test_decisions_are_shown_with_their_reasons(
     setting = setting_of(trace())
     journal = DecisionJournal(tmp_path)
     one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0, journal)
-    one.decide(Gpus(16), 0)
-    one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    one.decide((Lease(16),), 0)
+    one.decide(LEAVE, 1)
     assert main(["decisions", str(tmp_path), "--alternatives"]) == 0
     shown = capsys.readouterr().out
     assert "stay: no step was observed yet" in shown
@@ -428,7 +430,7 @@ def test_what_cannot_be_learned_from_is_passed_over(
     one.observe(step_record(4))
     assert "NaN" not in json.dumps(one.to_dict())
     assert "Infinity" not in json.dumps(one.to_dict())
-    one.decide(Gpus(16), 4)
+    one.decide((Lease(16),), 4)
     again = Controller.resume(DecisionJournal(tmp_path))
     assert again.lengths == one.lengths
     assert again.learned.to_dict() == one.learned.to_dict()
@@ -436,11 +438,10 @@ def test_what_cannot_be_learned_from_is_passed_over(
 
 def test_what_was_aborted_and_proposed_survives_a_restart(tmp_path: Path) -> None:
     one = begun(DecisionJournal(tmp_path))
-    leave = Gpus(16, leaving=8, notice_s=0.0)
-    first = one.decide(leave, 3)
+    first = one.decide(LEAVE, 3)
     assert first.plan is not None
     one.observe(answer(first, "aborted"))
-    second = one.decide(leave, 3)
+    second = one.decide(LEAVE, 3)
     assert second.plan is not None
     assert second.plan.assignments != first.plan.assignments
     for number in range(4, 54):  # the state is written, and what was before it is not read again
@@ -448,9 +449,9 @@ def test_what_was_aborted_and_proposed_survives_a_restart(tmp_path: Path) -> Non
     states = [e["kind"] for e in DecisionJournal(tmp_path).read()]
     assert states.count("state") == 1
     again = Controller.resume(DecisionJournal(tmp_path))
-    found = again.decide(leave, 52)
+    found = again.decide(LEAVE, 52)
     assert found.plan is None or found.plan.assignments != first.plan.assignments
-    later = again.decide(leave, 55)
+    later = again.decide(LEAVE, 55)
     assert later.plan is not None
     assert later.plan.assignments == first.plan.assignments
     # Approved late, it is still the proposal that it was.
@@ -463,7 +464,7 @@ def test_what_was_aborted_and_proposed_survives_a_restart(tmp_path: Path) -> Non
 def test_a_plan_that_was_not_proposed_here_is_not_taken_for_the_proposal() -> None:
     one = begun()
     before = one.plan
-    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    found = one.decide(LEAVE, 3)
     assert found.plan is not None
     one.observe(answer(found, "committed", epoch=4, predicted={}))  # a user's
     assert one.plan == before
@@ -472,18 +473,17 @@ def test_a_plan_that_was_not_proposed_here_is_not_taken_for_the_proposal() -> No
     one.adopt(starting_plan(one.setting, 8), 4)
     assert one.epoch == 4
     one.observe(answer(found, "aborted", epoch=4))  # of an epoch that is over
-    assert one.decide(Gpus(16), 4).epoch == 4
+    assert one.decide((Lease(16),), 4).epoch == 4
 
 
 def test_where_the_rollout_fell_back_the_proposal_is_not_in_force() -> None:
     one = begun()
     before = one.plan
-    leave = Gpus(16, leaving=8, notice_s=0.0)
-    found = one.decide(leave, 3)
+    found = one.decide(LEAVE, 3)
     assert found.plan is not None
     one.observe(answer(found, "committed", rollout={"fell_back": "a server did not start"}))
     assert (one.plan, one.epoch, one.proofs) == (before, 0, [])
-    again = one.decide(leave, 4)
+    again = one.decide(LEAVE, 4)
     assert again.plan is None or again.plan.assignments != found.plan.assignments
     mixed = GlobalPlan(
         {
@@ -499,9 +499,9 @@ def test_where_the_rollout_fell_back_the_proposal_is_not_in_force() -> None:
 def test_a_proposal_is_known_after_later_decisions_to_stay() -> None:
     """As one that waits for its approval."""
     one = begun()
-    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 3)
+    found = one.decide(LEAVE, 3)
     assert found.plan is not None
-    assert one.decide(Gpus(16), 4).kind == "stay"
+    assert one.decide((Lease(16),), 4).kind == "stay"
     one.observe(answer(found, "committed", step=4))
     assert one.plan == found.plan
     assert one.proofs[-1].step == 4
@@ -534,10 +534,10 @@ def test_a_plan_that_the_cost_model_does_not_know_is_not_left_for_that() -> None
     assert one.plans.estimate(odd, 400.0) is None
     one.adopt(odd, 0)
     one.observe(step_record(1))
-    found = one.decide(Gpus(16), 1)
+    found = one.decide((Lease(16),), 1)
     assert found.kind == "stay"
     assert "cost model" in found.reason
-    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    found = one.decide(LEAVE, 1)
     assert found.forced
     assert "can be reached" in found.reason
 
@@ -548,7 +548,7 @@ def test_what_a_transition_brought_stands_beside_its_proposal(
     """In a live job a step ends between the two."""
     one = begun(DecisionJournal(tmp_path))
     one.observe(step_record(1))
-    found = one.decide(Gpus(16, leaving=8, notice_s=0.0), 1)
+    found = one.decide(LEAVE, 1)
     assert found.plan is not None
     one.observe(step_record(2))
     one.observe(answer(found, "committed", step=2))

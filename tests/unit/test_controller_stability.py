@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nereus_plugins.controller.backoff import BackOff
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.controller import _Option as Option
@@ -27,7 +28,7 @@ from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.controller.transition import TransitionEstimate
 from nereus_plugins.cost.estimate import Estimate, StageEstimate
 from nereus_plugins.cost.step import Part
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.sim.job import capabilities_of
 from nereus_plugins.spec import Assignment, GlobalPlan, Layout, LengthDistribution, ModelStage
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
@@ -99,7 +100,7 @@ def run(
     transition_s: float,
     noise: float = 0.03,
     factor: Callable[[GlobalPlan, ModelStage], float] = lambda _plan, _stage: 1.0,
-    gpus: Callable[[int, GlobalPlan], Gpus] = lambda _step, _plan: Gpus(16),
+    gpus: Callable[[int, GlobalPlan], tuple[Lease, ...]] = lambda _step, _plan: (Lease(16),),
     config: ControllerConfig | None = None,
     seed: int = 0,
     journal: DecisionJournal | None = None,
@@ -272,17 +273,17 @@ def test_a_trial_is_still_one_after_a_restart(tmp_path: Path) -> None:
     class Ended(Exception):
         pass
 
-    def gpus(step: int, _now: GlobalPlan) -> Gpus:
+    def gpus(step: int, _now: GlobalPlan) -> tuple[Lease, ...]:
         if step == 27:
             raise Ended
-        return Gpus(16)
+        return (Lease(16),)
 
     with pytest.raises(Ended):
         run([ONE, TWO], table, [SHORT] * 1000, transition_s=2.0, gpus=gpus, journal=journal)
     again = Controller.resume(DecisionJournal(tmp_path))
     again.plans = TablePlans(again.plans, [ONE, TWO], table)
     assert again.plan == TWO
-    assert again.decide(Gpus(16), 27).reason == f"in this plan for 7 steps, of {TRIAL_STEPS}"
+    assert again.decide((Lease(16),), 27).reason == f"in this plan for 7 steps, of {TRIAL_STEPS}"
     path = tmp_path / "decisions.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if b'"kind":"propose"' in line)
@@ -310,14 +311,14 @@ def test_of_plans_equally_fast_the_better_known_is_taken() -> None:
     controller = run([ONE, TWO, third], gain_of(0.0), [SHORT] * 10, transition_s=2.0).controller
     now = controller.plans.judge(ONE, SHORT)
     known, vague = (
-        Option(one, controller.plans.judge(one, SHORT), 0.5, saving_s, spread_s)
+        Option(one, controller.plans.judge(one, SHORT), 0.5, saving_s, spread_s, 100.0)
         for one, saving_s, spread_s in ((TWO, 6.0, 0.5), (third, 6.2, 3.0))
     )
 
     def decision(kind: str, reason: str, **more: Any) -> Decision:
         return Decision(kind, reason, 10, 0, 16, SHORT, **more)
 
-    found = controller._unforced(decision, [vague, known], now, 100.0)
+    found = controller._unforced(decision, [vague, known], now)
     assert found.plan == TWO
     assert [one.plan for one in found.alternatives] == [third]
 
@@ -358,35 +359,78 @@ def test_flips_that_last_are_followed(every: int) -> None:
     assert found.run_s <= 0.95 * min(found.held_s)
 
 
-@pytest.mark.parametrize(
-    ("patience", "transition_s"),
-    [
-        (1, 10.0),
-        (2, 60.0),
-        pytest.param(5, 10.0, marks=pytest.mark.full),
-        (5, 60.0),
-        *(pytest.param(p, t, marks=pytest.mark.full) for p in (1, 2, 10) for t in (20.0, 100.0)),
-    ],
-)
-def test_a_scheduler_that_takes_what_is_used_causes_no_thrashing(
-    patience: int, transition_s: float
-) -> None:
-    """GPUs are taken some steps after the job has grown, and offered again once it has shrunk."""
-    since = 0
+def chased(patience: int, pause: int, transition_s: float, steps: int = 600) -> Outcome:
+    """A job on 8 GPUs which 8 more would save a third of a step, and a scheduler that takes these
+    so many steps after they were used, and offers them again so many after they were left."""
+    since = away = 0
 
-    def gpus(step: int, now: GlobalPlan) -> Gpus:
-        nonlocal since
+    def gpus(step: int, now: GlobalPlan) -> tuple[Lease, ...]:
+        nonlocal since, away
         large = max(now.devices) >= 8
+        away = pause if since > patience and not large else max(away - 1, 0)
         since = since + 1 if large else 0
-        return Gpus(8) if since > patience else Gpus(16)
+        return (Lease(8),) if since > patience or away else (Lease(16),)
 
     def table(chosen: GlobalPlan, _mean: float) -> float:
         return 60.0 if chosen == SMALL else 40.0
 
-    found = run([SMALL, ONE], table, [SHORT] * 600, transition_s=transition_s, gpus=gpus)
+    return run([SMALL, ONE], table, [SHORT] * steps, transition_s=transition_s, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("patience", "pause", "transition_s"),
+    [
+        (1, 0, 60.0),
+        (2, 7, 60.0),
+        (3, 1, 100.0),
+        *(
+            pytest.param(patience, pause, transition_s, marks=pytest.mark.full)
+            for patience in (1, 2, 4, 8)
+            for pause in (0, 3, 20)
+            for transition_s in (100.0, 200.0)
+        ),
+    ],
+)
+def test_a_scheduler_that_takes_what_is_used_is_not_chased(
+    patience: int, pause: int, transition_s: float
+) -> None:
+    """Where the GPUs never repay the way there and back: waits of 0, 10, 20, 40, 80, 160, 160, ...
+    steps after each time."""
+    found = chased(patience, pause, transition_s)
+    assert found.unforced  # it was tempted
+    assert len(found.forced) >= len(found.unforced) - 1  # and left what it had to
+    assert len(found.unforced) <= 10
     assert found.run_s <= 1.1 * found.held_s[0]
-    if transition_s * 2 > 20.0 * patience:  # growing costs more than it brings
-        assert len(found.unforced) <= 12
+
+
+@pytest.mark.parametrize(
+    "patience",
+    [10, pytest.param(5, marks=pytest.mark.full), pytest.param(30, marks=pytest.mark.full)],
+)
+def test_gpus_that_repay_are_taken_every_time(patience: int) -> None:
+    """The same scheduler, more patient: no back-off."""
+    found = chased(patience, 3, 20.0, 300)
+    assert len(found.unforced) >= 300 // (patience + 8)
+    assert found.controller.back_off.lost == 0
+    assert found.run_s <= 0.95 * found.held_s[0]
+
+
+def test_back_off_ends_once_gpus_have_repaid() -> None:
+    one = BackOff()
+    waits = []
+    for step in range(0, 4000, 500):
+        one.took(step, saves_s=1.0, stall_s=10.0)
+        one.left(step + 15, stall_s=10.0)
+        waits.append(max(one.until - (step + 15), 0))
+    assert waits == [0, 10, 20, 40, 80, 160, 160, 160]
+    assert one.waits(one.until - 1)
+    one.took(4000, 1.0, 10.0)
+    one.left(4020, 10.0)
+    assert not one.waits(4020)
+    one.took(4020, 1.0, 10.0)
+    one.left(4025, 10.0)  # the first one again
+    one.left(4026, 10.0)  # those are its own
+    assert not one.waits(4026)
 
 
 def test_the_outcome_is_the_same_every_time() -> None:

@@ -15,7 +15,7 @@ from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.controller.transition import GraphEstimator, apart
-from nereus_plugins.job import Gpus
+from nereus_plugins.job import Lease
 from nereus_plugins.planner import plan
 from nereus_plugins.spec import (
     Assignment,
@@ -236,7 +236,7 @@ def test_a_controller_leaves_gpus_that_are_taken() -> None:
     assert {s for s, _ in controller.learned.calibration.seconds_filters} >= {
         S.ACTOR_GENERATE, S.ACTOR_TRAIN, S.CRITIC_TRAIN, S.CRITIC_VALUES, S.REF_LOGPROB,
     }  # fmt: skip
-    decision = controller.decide(Gpus(7, 3, 1.0), 1)
+    decision = controller.decide((Lease(4), Lease(3, until_s=1.0)), 1)
     assert (decision.kind, decision.forced) == ("propose", True)
     assert decision.plan is not None
     assert len(decision.plan.devices) == 4
@@ -251,7 +251,7 @@ def test_a_controller_leaves_gpus_that_are_taken() -> None:
         )
     )  # fmt: skip
     assert controller.plan.assignments == decision.plan.assignments
-    assert controller.decide(Gpus(4), 2).kind == "stay"
+    assert controller.decide((Lease(4),), 2).kind == "stay"
 
 
 def test_of_fewer_gpus_than_models_and_engines_nothing_is_proposed() -> None:
@@ -261,7 +261,7 @@ def test_of_fewer_gpus_than_models_and_engines_nothing_is_proposed() -> None:
     now = described(args, in_force(args), 1, "epoch-0")
     controller = Controller(setting_of(args), ControllerConfig(), now, 0)
     controller.observe(step(1, args, in_force(args), 0))
-    decision = controller.decide(Gpus(7, 4, 1.0), 1)
+    decision = controller.decide((Lease(3), Lease(4, until_s=1.0)), 1)
     assert decision.kind == "stay"
     assert "no plan that fits can be reached" in decision.reason
 

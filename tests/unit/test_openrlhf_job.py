@@ -27,7 +27,7 @@ from nereus_plugins.control.driver import JOURNAL_FILE  # noqa: E402
 from nereus_plugins.control.workers import WorkersFailed  # noqa: E402
 from nereus_plugins.controller.config import ControllerConfig  # noqa: E402
 from nereus_plugins.gtg.journal import Journal  # noqa: E402
-from nereus_plugins.job import Gpus  # noqa: E402
+from nereus_plugins.job import Lease  # noqa: E402
 from nereus_plugins.spec import (  # noqa: E402
     Assignment,
     GlobalPlan,
@@ -357,13 +357,14 @@ def test_gpus_that_the_job_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray_private, "free_by_node", lambda: nodes)
     job = started(tmp_path, {}, controller=ACTS, **KNOBS)
     inbox = job._driver.inbox
-    assert job.gpus() == Gpus(8)  # its five, and what Ray has free
+    assert job.leases() == (Lease(8),)  # its five, and what Ray has free
     inbox.grant(0, 6, 0.0)
-    assert job.gpus() == Gpus(6)
+    assert job.leases() == (Lease(6),)
     inbox.grant(0, 4, 60.0)
-    taken = job.gpus()
-    assert (taken.available, taken.leaving) == (5, 1)
-    assert 50 < taken.notice_s <= 60
+    kept, taken = job.leases()
+    assert (kept, taken.gpus) == (Lease(4), 1)
+    assert taken.until_s is not None
+    assert 50 < taken.until_s <= 60
     with pytest.raises(RuntimeError, match="cannot go on with fewer than 3 GPUs"):
         inbox.grant(0, 2, 0.0)
 

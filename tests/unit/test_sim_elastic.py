@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nereus_plugins.cli import main
-from nereus_plugins.job import Gpus, Proposal
+from nereus_plugins.job import Lease, Proposal
 from nereus_plugins.sim import oracle as clairvoyant
 from nereus_plugins.sim import run as running
 from nereus_plugins.sim.constants import Constants
@@ -134,22 +134,26 @@ def test_verl_dynamic_is_verl_tuned_with_more_engines() -> None:
 
 
 def test_notice_is_given_as_long_before_as_the_constants_say() -> None:
-    def told(notice: int) -> list[Gpus]:
+    def told(notice: int) -> list[tuple[Lease, ...]]:
         world = World(trace(), constants=Constants(notice_steps=notice), truth=NO_SURPRISE)
         small = world.planning().sized(4)
         assert small is not None
         job = SimulatedJob(world, small)
         out = []
         for _ in range(10):
-            out.append(job.gpus())
+            out.append(job.leases())
             assert isinstance(job.advance(), StepRecord)
         return out
 
-    assert {g.leaving for g in told(1)} == {0}
+    assert all(one.until_s is None for leases in told(1) for one in leases)
     longer = told(3)
-    assert [(g.available, g.leaving) for g in longer[5:9]] == [(16, 0), (16, 8), (16, 8), (8, 0)]
-    assert longer[6].notice_s > longer[7].notice_s > 0
-    assert longer[5].notice_s == float("inf")
+    gpus = [[one.gpus for one in leases] for leases in longer]
+    assert gpus[5:9] == [[16], [8, 8], [8, 8], [8]]
+    first, second = longer[6][1].until_s, longer[7][1].until_s
+    assert first is not None
+    assert second is not None
+    assert first > second > 0
+    assert longer[5][0].until_s is None
 
 
 def test_the_oracle_is_never_worse_than_a_policy_and_never_better_than_free(

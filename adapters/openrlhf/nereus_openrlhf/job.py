@@ -4,6 +4,7 @@ between iterations. It lives in the process of OpenRLHF's trainer."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -31,10 +32,10 @@ from nereus_plugins.control.attempt import Attempt, Changes, TransitionFailed, l
 from nereus_plugins.control.driver import SUBMITTED, Driver, Scheduled, say
 from nereus_plugins.control.inbox import Inbox, Submitted
 from nereus_plugins.control.job_controller import JobController
-from nereus_plugins.control.usable import usable_gpus
+from nereus_plugins.control.lent import leases_of
 from nereus_plugins.control.workers import WorkersFailed, collect
 from nereus_plugins.controller.setting import JobSetting
-from nereus_plugins.job import Capabilities, Gpus, Proposal, UnitInfo
+from nereus_plugins.job import Capabilities, Lease, Proposal, UnitInfo
 from nereus_plugins.spec import GlobalPlan, Layout, SpecError
 from nereus_plugins.trace.record import RECORDS_FILE, StepRecord, TransitionRecord
 
@@ -63,7 +64,7 @@ class OpenRlhfJob:
         self._controller = JobController(
             checked.nereus.controller,
             checked.run_dir,
-            self.gpus,
+            self.leases,
             lambda plan: as_written(plan, self.describe(), SUBMITTED),
         )
         fixed = bool(self._args.train.colocate_all)
@@ -168,15 +169,16 @@ class OpenRlhfJob:
     def epoch(self) -> int:
         return self._driver.epoch
 
-    def gpus(self) -> Gpus:
-        """Those of the plan in force, seats that nobody sits on, and what Ray has free; or as
+    def leases(self) -> tuple[Lease, ...]:
+        """The GPUs of the plan in force, seats that nobody sits on, and what Ray has free; or as
         `nereus gpus` said last."""
         used = self._used_gpus()
         if self._args.train.colocate_all:
-            return Gpus(used)
+            return (Lease(used),)
         seats = {id(ranks.seats): ranks.seats for ranks in self._ranks.values()}
         empty = sum(len(of) - self._used(of) for of in seats.values())
-        return usable_gpus(used, empty + ray_private.free("GPU"), self._driver.inbox.granted())
+        free = empty + ray_private.free("GPU")
+        return leases_of(used, free, (), self._driver.inbox.granted(), time.monotonic())
 
     def _used_gpus(self) -> int:
         engines = len(self._engines) * self._args.vllm.tensor_parallel_size
@@ -301,6 +303,7 @@ class OpenRlhfJob:
         self._controller.look_at(self.describe)
         return {
             "world_size": self.world_size(),
+            "gpus": self._used_gpus(),
             "nodes": sorted({host for ranks in self._ranks.values() for host in ranks.hosts}),
             "plan": self.layouts(),
         }

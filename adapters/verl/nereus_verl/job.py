@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,9 +12,9 @@ from nereus_plugins.control.attempt import listed
 from nereus_plugins.control.driver import Driver, Scheduled, say
 from nereus_plugins.control.inbox import Inbox, Submitted
 from nereus_plugins.control.job_controller import JobController
-from nereus_plugins.control.usable import usable_gpus
+from nereus_plugins.control.lent import leases_of
 from nereus_plugins.controller.setting import JobSetting
-from nereus_plugins.job import Capabilities, Gpus, Proposal, UnitInfo
+from nereus_plugins.job import Capabilities, Lease, Proposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 from nereus_verl import (
@@ -63,7 +64,7 @@ class VerlJob:
         self._controller = JobController(
             checked.nereus.controller,
             checked.run_dir,
-            self.gpus,
+            self.leases,
             lambda plan: executable(plan, checked.config).to_dict(),
         )
         inbox = Inbox(
@@ -172,14 +173,15 @@ class VerlJob:
     def epoch(self) -> int:
         return self._driver.epoch
 
-    def gpus(self) -> Gpus:
-        """The ranks, and what Ray has free where more may join; or as `nereus gpus` said last; but
-        for those whose node Ray drains. One is always kept: a job on none cannot go on."""
-        world = self.world_size()
+    def leases(self) -> tuple[Lease, ...]:
+        """The ranks and, where more may join, what Ray has free, or as much of it as `nereus gpus`
+        said; until Ray drains their nodes, or as it was said."""
+        world, now_s = self.world_size(), time.time()
         if not self.checked.ranks_may_change():
-            return Gpus(world)
-        granted, draining = self._driver.inbox.granted(), self._ranks.draining()
-        return usable_gpus(world, self._ranks.free(), granted, draining)
+            return (Lease(world),)
+        leaving_s = [until - now_s for until in self._ranks.draining().values()]
+        granted = self._driver.inbox.granted()
+        return leases_of(world, self._ranks.free(), leaving_s, granted, time.monotonic())
 
     def observe(self) -> StepRecord | None:
         return self._driver.last
@@ -355,6 +357,7 @@ class VerlJob:
         self._controller.look_at(self.describe)
         return {
             "world_size": len(self._ranks),
+            "gpus": len(self._ranks),
             "nodes": [rank.host for rank in self._ranks.current],
             "plan": self.layouts(),
         }

@@ -136,11 +136,12 @@ class Ranks:
         return len(self.free_seats()) + ray_private.free(verl_private.ray_resource())
 
     def draining(self) -> dict[int, float]:
-        """Ranks whose node Ray drains, the last first: until when it is there, in seconds since the
-        epoch; infinite where nobody said."""
+        """Ranks whose node Ray drains, those that must go first first, then the last: until when it
+        is there, in seconds since the epoch; infinite where nobody said."""
         goes = ray_private.draining()
         ranks = reversed(list(enumerate(self.current)))
-        return {rank: goes[one.node] for rank, one in ranks if one.node in goes}
+        found = {rank: goes[one.node] for rank, one in ranks if one.node in goes}
+        return dict(sorted(found.items(), key=lambda one: one[1]))
 
     def free_seats(self) -> list[tuple[Any, int]]:
         taken = {(id(rank.group), rank.bundle) for rank in self.current}

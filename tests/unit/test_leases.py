@@ -1,0 +1,109 @@
+"""Leases: what is said of a live job's GPUs, and what plans may be made for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nereus_plugins.control.lent import Granted, leases_of
+from nereus_plugins.controller.leases import Level, levels, usable
+from nereus_plugins.job import Lease
+from nereus_plugins.spec import GlobalPlan, SpecError
+
+from .test_controller_stability import ONE, SHORT, SMALL, run
+
+NOW = 1000.0
+
+
+@pytest.mark.parametrize(
+    ("free", "leaving_s", "granted", "found"),
+    [
+        (0, [], None, [Lease(4)]),
+        (2, [], None, [Lease(6)]),
+        (2, [30.0], None, [Lease(3), Lease(1, 30.0)]),  # nothing is offered meanwhile
+        (0, [-1.0, 30.0], None, [Lease(2), Lease(1, 30.0), Lease(1, 0.0)]),
+        (0, [5.0, 5.0, 5.0, 5.0], None, [Lease(1), Lease(3, 5.0)]),
+        (2, [math.inf], None, [Lease(6)]),  # Ray does not say until when
+        (9, [], Granted(8, NOW, 8), [Lease(8)]),
+        (0, [], Granted(2, NOW + 60, 2), [Lease(2), Lease(2, 60.0)]),
+        (0, [10.0], Granted(2, NOW + 60, 2), [Lease(2), Lease(1, 60.0), Lease(1, 10.0)]),
+        (9, [], Granted(8, NOW, 4, NOW + 600), [Lease(4), Lease(4, 600.0)]),
+        (1, [], Granted(8, NOW, 2, NOW + 600, 30.0), [Lease(2), Lease(3, 600.0, 30.0)]),
+        (9, [], Granted(8, NOW, 4, notice_s=30.0), [Lease(4), Lease(4, None, 30.0)]),
+        # What was lent has to be given back.
+        (9, [], Granted(8, NOW - 600, 2, NOW), [Lease(2), Lease(2, 0.0)]),
+    ],
+)
+def test_leases_of_a_live_job(
+    free: int, leaving_s: list[float], granted: Granted | None, found: list[Lease]
+) -> None:
+    assert list(leases_of(4, free, leaving_s, granted, NOW)) == found
+
+
+def test_bad_leases_are_refused() -> None:
+    for fields in ({"gpus": 0}, {"gpus": 1, "until_s": -1.0}, {"gpus": 1, "notice_s": math.inf}):
+        with pytest.raises(SpecError):
+            Lease(**fields)
+
+
+@pytest.mark.parametrize(
+    ("leases", "there", "found"),
+    [
+        ([Lease(8)], 8, [(8, math.inf)]),
+        ([Lease(8), Lease(8, 20.0)], 8, [(8, math.inf)]),
+        ([Lease(8), Lease(8, 120.0)], 16, [(8, math.inf), (16, 10.0)]),
+        ([Lease(8), Lease(8, 1e6)], 16, [(16, math.inf)]),  # longer than the run
+        ([Lease(8, 120.0)], 8, [(8, 10.0)]),
+        ([Lease(8), Lease(8, None, 60.0)], 16, [(16, math.inf)]),
+        # Taken back faster than they can be left: only where they are held already.
+        ([Lease(8), Lease(8, None, 5.0)], 16, [(8, math.inf)]),
+        ([Lease(6), Lease(8, None, 5.0)], 14, [(8, math.inf)]),
+    ],
+)
+def test_what_may_be_planned_for(
+    leases: list[Lease], there: int, found: list[tuple[int, float]]
+) -> None:
+    """Leases are left 20 s before they end; steps take 10 s, 100 are wanted, on 8 GPUs now."""
+    assert usable(leases, 20.0) == there
+    assert levels(leases, 20.0, 10.0, 100.0, 8) == tuple(Level(*one) for one in found)
+
+
+def moves(lease: Lease, steps: int = 100, transition_s: float = 200.0) -> tuple[list[int], float]:
+    """A job on 8 GPUs, which 8 more would save a third of a step of 60 s, and which has them by
+    this lease from the start.
+
+    Returns: steps at which transitions happened, and seconds of the run against staying.
+    """
+    spent = 0.0
+
+    def leases(step: int, now: GlobalPlan) -> tuple[Lease, ...]:
+        nonlocal spent
+        spent += 40.0 if max(now.devices) >= 8 else 60.0
+        if lease.until_s is None:
+            return Lease(8), lease
+        left_s = lease.until_s - spent
+        return (Lease(8), Lease(8, left_s)) if left_s > 0 else (Lease(8),)
+
+    found = run(
+        [SMALL, ONE], lambda chosen, _mean: 60.0 if chosen == SMALL else 40.0, [SHORT] * steps,
+        transition_s=transition_s, gpus=leases,
+    )  # fmt: skip
+    return sorted(found.unforced + found.forced), found.run_s / found.held_s[0]
+
+
+def test_what_is_lent_for_long_is_used_and_left_in_time() -> None:
+    steps, part = moves(Lease(8, 3000.0))
+    assert len(steps) == 2
+    assert part < 0.95
+
+
+def test_what_is_lent_too_short_to_repay_the_way_there_and_back_is_not_used() -> None:
+    assert moves(Lease(8, 900.0)) == ([], 1.0)
+
+
+def test_what_can_be_taken_back_too_suddenly_is_not_used() -> None:
+    assert moves(Lease(8, None, 30.0)) == ([], 1.0)
+    steps, part = moves(Lease(8, None, 3600.0))
+    assert len(steps) == 1
+    assert part < 0.9
