@@ -24,12 +24,20 @@ PAUSES_MEANWHILE = "NEREUS_TEST_PAUSES_MEANWHILE"
 # A step: units train while its transition is being prepared.
 TRAINS_MEANWHILE = "NEREUS_TEST_TRAINS_MEANWHILE"
 
+# Set: a controller that dies is started again at once, however often.
+RESTARTS_AT_ONCE = "NEREUS_TEST_RESTARTS_AT_ONCE"
+
 
 def environment(file: Path) -> dict[str, str]:
     """The variables that load this module into a job; it writes to `file`."""
+    return {FILE: str(file), **loaded()}
+
+
+def loaded() -> dict[str, str]:
+    """The variables that load this module into a job."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {FILE: str(file), "VERL_USE_EXTERNAL_MODULES": __name__, "PYTHONPATH": path}
+    return {"VERL_USE_EXTERNAL_MODULES": __name__, "PYTHONPATH": path}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -167,6 +175,11 @@ def _expect_no_change(module: ModuleType) -> None:
     module.Preflight.ranks_change = lambda checked: False  # type: ignore[attr-defined]
 
 
+def _restart_at_once(module: ModuleType) -> None:
+    module.BACK_OFF_S = 0.0  # type: ignore[attr-defined]
+    module.RESTARTS = 1000  # type: ignore[attr-defined]
+
+
 def _launch_nothing(module: ModuleType) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("none left for a server")
@@ -192,5 +205,7 @@ if os.environ.get(ROLLOUT_FAILS):
     after_import("nereus_verl.verl_private", _launch_nothing)
 if os.environ.get(SERVER_FAULTS):
     after_import("nereus_cpu.rollout", _break_servers)
+if os.environ.get(RESTARTS_AT_ONCE):
+    after_import("nereus_plugins.control.beside", _restart_at_once)
 if os.environ.get(UNEXPECTED):
     after_import("nereus_verl.preflight", _expect_no_change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -17,8 +18,13 @@ from nereus_cpu.task import make_task
 from nereus_verl.demo import launch
 
 from nereus_plugins.control import cli
+from nereus_plugins.control.driver import JOURNAL_FILE
+from nereus_plugins.control.offered import FILE as PROPOSAL_FILE
+from nereus_plugins.controller.controller import Controller
 from nereus_plugins.controller.journal import DecisionJournal
+from nereus_plugins.gtg.journal import Journal
 from nereus_plugins.trace.record import StepRecord, TransitionRecord, read_records
+from tests.e2e import observe
 from tests.e2e.controllers import controllers
 from tests.e2e.jobs import TIMEOUT_S, differences, small_job
 
@@ -125,6 +131,92 @@ def test_a_controller_that_is_killed_again_and_again_changes_no_bit(tmp_path: Pa
     assert len(set(killed)) >= 3
     assert differences(off.metrics, on.metrics) == []
     assert "the controller ended" in on.log.read_text()
+
+
+KILLS = 50
+KILLED_STEPS = 26
+
+
+@contextmanager
+def _hunting(work: Path) -> Iterator[list[int]]:
+    """Inside, controllers of the job are killed, until there were so many: each at a time of its
+    own, or in the very moment that it proposes something, before or after the job has it."""
+    killed: list[int] = []
+    over = threading.Event()
+    proposal = work / "checkpoints" / "nereus" / PROPOSAL_FILE
+    chance = random.Random(1)
+
+    def proposed() -> int:
+        return proposal.stat().st_mtime_ns if proposal.exists() else 0
+
+    def hunt() -> None:
+        while len(killed) < KILLS and not over.is_set():
+            found = [pid for pid in controllers(work) if pid not in killed]
+            if not found:
+                over.wait(0.05)
+                continue
+            before, until = proposed(), time.monotonic() + chance.uniform(0.0, 1.6)
+            while time.monotonic() < until and proposed() == before:
+                time.sleep(0.002)
+            time.sleep(chance.choice([0.0, 0.002, 0.01]))
+            with suppress(ProcessLookupError):
+                os.kill(found[0], signal.SIGKILL)
+                killed.append(found[0])
+
+    thread = threading.Thread(target=hunt)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.full
+def test_fifty_deaths_of_the_controller_change_no_bit(tmp_path: Path) -> None:
+    """Its job leaves a GPU meanwhile, by a proposal of one of them; and is run again without any
+    controller, the same transition in its schedule."""
+    work = tmp_path / "killed"
+    run_dir = work / "checkpoints" / "nereus"
+
+    def run(name: str, nereus: dict[str, Any], **more: Any) -> launch.JobResult:
+        job = small_job(
+            tmp_path / "task", "fsdp2", 2, critic=False, steps=KILLED_STEPS, nereus=nereus,
+            extra=_by_tokens(4096),
+        )  # fmt: skip
+        return launch.run(job, tmp_path / name, timeout_s=TIMEOUT_S, **more).require_success()
+
+    told: list[int] = []
+
+    def watch(line: str) -> None:
+        if "step:4 - " in line and not told:
+            told.append(cli.gpus([str(run_dir), "1", "--notice", "1"]))
+
+    with _hunting(work) as killed:
+        env = {observe.RESTARTS_AT_ONCE: "1", **observe.loaded()}
+        # Nothing is proposed but what has to be.
+        acting = {"controller": {"mode": "act", "budget": 0.0, "least_gain": 1.0}}
+        on = run("killed", acting, on_line=watch, env=env)
+    assert told == [cli.DONE]
+    assert len(set(killed)) == KILLS
+
+    # Proposed again and again, executed once.
+    (record,) = _records(work, TransitionRecord)
+    assert record.outcome == "committed"
+    assert record.predicted
+    assert (record.ranks["from"], record.ranks["to"], record.knobs) == (2, 1, {})
+    (commit,) = Journal(run_dir / JOURNAL_FILE).read()
+    assert (commit.kind, commit.epoch, commit.step) == ("commit", record.epoch, record.step)
+    # And what they wrote is whole: every step was learned from once.
+    journal = DecisionJournal(run_dir)
+    learned = [e["record"] for e in journal.read() if e["kind"] == "observation"]
+    steps = [one["step"] for one in learned if one["schema"].startswith("nereus.step/")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= KILLED_STEPS - 1  # the last one may come after its end
+    assert Controller.resume(journal).epoch == record.epoch
+
+    off = run("scheduled", {"schedule": {record.step: {"ranks": 1}}})
+    assert differences(off.metrics, on.metrics) == []
 
 
 STEPS, PROMPTS = 16, 8
