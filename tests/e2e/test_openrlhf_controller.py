@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,3 +159,27 @@ def test_one_that_observes_changes_nothing(tmp_path: Path) -> None:
     assert {gpus_of(log) for log in observed} == {USED}
     for ours, theirs in zip(observed, plain, strict=True):
         assert {name: ours[name] for name in LOSSES} == {name: theirs[name] for name in LOSSES}
+
+
+def test_plans_of_others_are_known_to_it(tmp_path: Path) -> None:
+    """Ranks and engines leave and join, each on a GPU that Ray gets back."""
+    run_dir = tmp_path / "nereus"
+    schedule = {
+        1: {"actor": {"dp": 1}, "rollout": {"replicas": 2}},
+        2: {"actor": {"dp": 2}, "rollout": {"replicas": 1}},
+    }
+
+    def look() -> None:
+        wait_for(lambda: (run_dir / "records.jsonl").exists() and len(transitions(tmp_path)) == 2)
+        wait_for(lambda: available(run_dir) == LOGICAL_GPUS, 30.0)
+
+    with beside(look):
+        given = [*words(tmp_path, "observe"), "--nereus.schedule", json.dumps(schedule)]
+        logs = run(tmp_path, *given, steps=8)
+    done = transitions(tmp_path)
+    assert [(one.outcome, one.rollout["fell_back"]) for one in done] == [("committed", "")] * 2
+    assert [round(log["nereus/vllm_engines"]) for log in logs[:4]] == [1, 2, 1, 1]
+    assert [round(log["nereus/actor/dp"]) for log in logs[:4]] == [2, 1, 2, 2]
+    states = [e["state"] for e in DecisionJournal(run_dir).read() if e["kind"] == "state"]
+    assert states[-1]["epoch"] == 2
+    assert states[-1]["plan"]["assignments"]["actor-train"]["layout"]["dp"] == 2
