@@ -33,6 +33,7 @@ NEEDS = {
     "test_verl_profiler.py": "verl",
     "test_verl_recipes.py": "verl",
     "test_verl_rollout.py": "verl",
+    "test_verl_snapshots.py": "verl",
     "test_verl_worker.py": "verl",
 }
 # Some of whose tests do.

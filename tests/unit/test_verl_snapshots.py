@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("verl")
-
 from nereus_verl import json_state, resume, rng, stamp
 from nereus_verl.config import NereusConfig, SnapshotConfig
 
