@@ -228,7 +228,7 @@ def gpus(argv: Sequence[str]) -> int:
         type=int,
         dest="lent",
         metavar="SECONDS",
-        help="those beyond the ones that it uses now have to be left again after so long",
+        help="those beyond the ones that it has now, not lent, have to be left again after so long",
     )
     parser.add_argument(
         "--spot",

@@ -180,7 +180,8 @@ class Inbox:
         """The job may use so many GPUs from now on; others it must have left after `notice_s`.
 
         Args:
-            lent_s: after which those beyond the ones that it uses now have to be left again.
+            lent_s: after which those beyond its own have to be left again: its own are those that
+                it uses now, without what was lent to it before.
             spot_s: notice with which these may be taken back before; None: they are firm.
 
         Raises: Refused.
@@ -197,8 +198,12 @@ class Inbox:
             own, until = gpus, math.inf
             if lent_s is not None or spot_s is not None:
                 own = self._job["gpus"]
+                if self._granted is not None:
+                    own = min(own, self._granted.at(now).own)
                 if own >= gpus:
-                    raise Refused(f"gpus: the job uses {own}: of {gpus}, none would be lent to it")
+                    raise Refused(
+                        f"gpus: {own} are the job's own: of {gpus}, none would be lent to it"
+                    )
                 until = now + lent_s if lent_s is not None else math.inf
             self._granted = Granted(gpus, now + notice_s, own, until, spot_s)
         return self.status()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from nereus_plugins.control.inbox import Inbox, Refused
 from nereus_plugins.control.lent import Granted, leases_of
 from nereus_plugins.controller.leases import Level, levels, usable
 from nereus_plugins.job import Lease
@@ -39,6 +40,32 @@ def test_leases_of_a_live_job(
     free: int, leaving_s: list[float], granted: Granted | None, found: list[Lease]
 ) -> None:
     assert list(leases_of(4, free, leaving_s, granted, NOW)) == found
+
+
+def test_what_is_lent_can_be_lent_for_longer_and_stays_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job has grown onto what was lent to it, and still holds it when that has ended."""
+    inbox, now = Inbox(str, takes_gpus=""), 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def leases() -> tuple[Lease, ...]:
+        return leases_of(8, 4, [], inbox.granted(), now)
+
+    inbox.inform(epoch=0, gpus=4)
+    inbox.grant(0, 8, 0.0, lent_s=600.0)
+    inbox.inform(epoch=0, gpus=8)
+    now = 500.0
+    inbox.grant(0, 8, 0.0, lent_s=600.0)
+    assert leases() == (Lease(4), Lease(4, 600.0))
+    now = 1100.0
+    inbox.grant(0, 12, 0.0, lent_s=600.0)
+    assert leases() == (Lease(4), Lease(8, 600.0))
+    with pytest.raises(Refused, match="4 are the job's own: of 4, none would be lent"):
+        inbox.grant(0, 4, 0.0, lent_s=600.0)
+    inbox.grant(0, 8, 0.0)  # for good
+    inbox.grant(0, 12, 0.0, lent_s=600.0)
+    assert leases() == (Lease(8), Lease(4, 600.0))
 
 
 def test_bad_leases_are_refused() -> None:
