@@ -8,6 +8,7 @@ immutable all the way down, hashable, and travels between processes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -424,8 +425,13 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        (inner,) = [a for a in args if a is not type(None)][:1] or (hint,)
-        return _decode(inner, value, where)
+        members = [a for a in args if a is not type(None)]
+        for member in members[1:] and members:
+            with contextlib.suppress(SpecError):
+                decoded = _decode(member, value, where)
+                _check_type(member, decoded, where)
+                return decoded
+        return _decode(members[0], value, where)
     if origin is tuple:
         if isinstance(value, (str, bytes)) or not isinstance(value, (list, tuple)):
             raise SpecError(f"{where}: expected a list, got {shown(value)}")
@@ -468,8 +474,17 @@ def _check_type(hint: Any, value: Any, where: str) -> None:
     """Raises: SpecError where a scalar in `value`, as `_decode` left it, is not of its type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is not None:
-            _check_type(next(a for a in args if a is not type(None)), value, where)
+        if value is None and type(None) in args:
+            return
+        errors = []
+        for member in args:
+            try:
+                if member is not type(None):
+                    _check_type(member, value, where)
+                    return
+            except SpecError as error:
+                errors.append(str(error))
+        raise SpecError("; or ".join(errors))
     elif origin is tuple:
         many = len(args) == 2 and args[1] is Ellipsis
         for i, one in enumerate(value):

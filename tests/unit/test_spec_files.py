@@ -1,5 +1,6 @@
 """Reading and writing: strict, round, and natural for a person."""
 
+import dataclasses
 import pickle
 import re
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_sizes_and_exponents_as_people_write_them() -> None:
 def test_errors_name_the_place_and_the_remedy(kind: type[Record], text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         kind.from_yaml(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Record):
+    """Unions whose later members count too."""
+
+    often: int | str
+    where: int | Layout | None = None
+
+
+def test_any_member_of_a_union_is_accepted() -> None:
+    assert Either.from_yaml("{often: auto}") == Either("auto")
+    assert Either.from_yaml("{often: 3, where: {tp: 2}}") == Either(3, Layout(tp=2))
+    assert Either.from_yaml("{often: 3, where: null}").where is None
+    with pytest.raises(SpecError, match=r"often must be a whole number, .*often must be a text"):
+        Either.from_yaml("{often: 0.5}")
 
 
 @pytest.mark.parametrize("text", ["{", '{"tp": ' + "9" * 5000 + "}", "[" * 200_000])

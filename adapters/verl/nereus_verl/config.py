@@ -77,13 +77,13 @@ class SnapshotConfig(Record):
         where = "nereus.snapshot"
         require(
             isinstance(self.folder, str) and self.folder != "",
-            f"{where}.folder must be a directory or null, got {self.folder!r}",
+            f"{where}.folder must be a directory or null, got {shown(self.folder)}",
         )
         if self.every != AUTO:
             require(
                 type(self.every) is int and self.every >= 1,
                 f"{where}.every must be a number of steps of at least 1, or auto; got "
-                f"{self.every!r}",
+                f"{shown(self.every)}",
             )
         if self.between_failures_s is not None:
             require_number(where, "between_failures_s", self.between_failures_s, above=0.0)
@@ -197,7 +197,7 @@ def _snapshot(settings: Any) -> SnapshotConfig | None:
     require(
         isinstance(settings, Mapping),
         f"{where} must be a mapping of settings, like {{folder: /shared/snapshots}}, got "
-        f"{settings!r:.60}",
+        f"{shown(settings)}",
     )
     for key in settings:
         if key not in (names := [f.name for f in dataclasses.fields(SnapshotConfig)]):

@@ -29,8 +29,6 @@ class JobSnapshots:
 
     Attributes:
         on: whether the job takes any; no more after a failure that is not a snapshot's own.
-        newest_step: after which the newest whole one that is known of was taken; None: there is
-            none yet.
     """
 
     def __init__(self, checked: Preflight, ranks: Ranks, answers: Answers) -> None:
@@ -40,7 +38,6 @@ class JobSnapshots:
         self._ranks = ranks
         self._answers = answers
         self.on = self._settings is not None
-        self.newest_step = None if checked.resume is None else checked.resume.step
         self._begun = False  # in the world as it is
         self._last: Mapping[str, Any] | None = None
         self._waited_s = 0.0
@@ -154,7 +151,6 @@ class JobSnapshots:
                 f"the snapshot after step {last['step']} failed, the job trains on: {last['error']}"
             )
             return
-        self.newest_step = last["step"]
         if first:
             mib = sum(answer["nbytes"] for answer in answers) / _MIB
             say(
