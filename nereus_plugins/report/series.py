@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus_plugins.trace.record import (
+    SNAPSHOT_TIMER,
     TRANSITION_TIMER,
     Record,
     RunRecord,
@@ -150,7 +151,7 @@ def _stages(
         for name, spent in each.items():
             out[name] += scale * spent
             rest -= scale * spent
-        out[OTHER_STAGE] += max(0.0, rest)
+        out[OTHER_STAGE] += max(0.0, rest) + record.stages_s.get(SNAPSHOT_TIMER, 0.0)
     out[AGAIN] = sum(r.step_s for r in every) - sum(r.step_s for r in steps)
     committed = [r for r in moves if r.outcome == "committed"]
     restarts = [r for r in committed if "relaunch" in r.seconds]

@@ -20,6 +20,7 @@ from nereus_plugins.spec.record import shown
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 TRANSITION_TIMER = "nereus_transition"  # a stage of the step at whose boundary one ran
+SNAPSHOT_TIMER = "nereus_snapshot"  # likewise: what training waited for one
 # The mean score of a step's responses, as verl and OpenRLHF log it.
 _REWARDS = ("critic/score/mean", "rollout/reward_mean")
 
@@ -126,8 +127,10 @@ class StepRecord(Record):
 
     @property
     def alone_s(self) -> float:
-        """Its seconds without a transition, which the framework's timer of a step holds."""
-        return self.step_s - self.stages_s.get(TRANSITION_TIMER, 0.0)
+        """Its seconds without a transition and a snapshot, which the framework's timer of a step
+        holds."""
+        aside = (TRANSITION_TIMER, SNAPSHOT_TIMER)
+        return self.step_s - sum(self.stages_s.get(timer, 0.0) for timer in aside)
 
     @property
     def reward(self) -> float | None:

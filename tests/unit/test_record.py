@@ -50,6 +50,11 @@ def test_round_trip(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / RECORDS_FILE).stat().st_mode) == 0o600
 
 
+def test_a_step_alone_is_without_what_ran_at_its_boundary() -> None:
+    stages = {"gen": 1.0, "nereus_transition": 0.5, "nereus_snapshot": 0.25}
+    assert dataclasses.replace(_records()[1], stages_s=stages).alone_s == 2.75
+
+
 def test_torn_last_line_is_passed_over_and_never_written_behind(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path)
     writer.write(_records()[0])

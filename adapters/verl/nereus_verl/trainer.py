@@ -22,7 +22,13 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from nereus_plugins.spec import Layout
 from nereus_plugins.spec.plan import RECOMPUTE
-from nereus_plugins.trace.record import StepRecord, TransitionRecord, now_s
+from nereus_plugins.trace.record import (
+    SNAPSHOT_TIMER,
+    TRANSITION_TIMER,
+    StepRecord,
+    TransitionRecord,
+    now_s,
+)
 from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
 from nereus_verl.job import VerlJob, setup
 from nereus_verl.ranks import Ranks
@@ -117,10 +123,10 @@ class NereusTrainer(PPOTrainerSync):
         if job is not None:
             self._ran_in = _InForce(job)
             if job.snapshots.on:
-                with marked_timer("nereus_snapshot", self.timing_raw):
+                with marked_timer(SNAPSHOT_TIMER, self.timing_raw):
                     job.take_snapshot(step, self.train_dataloader.state_dict)
             if job.is_due(step) and not background:
-                with marked_timer("nereus_transition", self.timing_raw):
+                with marked_timer(TRANSITION_TIMER, self.timing_raw):
                     self._run_due(job, step)
                 if job.rollout_is_synced:  # and awake, which verl would do next
                     return
@@ -140,7 +146,7 @@ class NereusTrainer(PPOTrainerSync):
         if self._job is not None:
             self._job.end_window()
         if self._job is not None and step is not None:
-            with marked_timer("nereus_transition", self.timing_raw):
+            with marked_timer(TRANSITION_TIMER, self.timing_raw):
                 self._run_due(self._job, step)
                 if self._job.rollout_is_synced:  # and awake, before the ranks train
                     self.checkpoint_manager.sleep_replicas()
