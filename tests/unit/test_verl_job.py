@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nereus_verl import asked, background, preflight, setting, stamp
+from nereus_verl import asked, background, last_words, preflight, setting, stamp
 from nereus_verl.answers import Answers
 from nereus_verl.background import Window
 from nereus_verl.job import VerlJob
@@ -414,6 +414,28 @@ def test_last_words_are_said_where_records_cannot_be_written(
     assert "rank 1 died in 'prepare'" in str(failed.value)
     assert "there is no checkpoint yet" in str(failed.value)
     assert "No space left on device" in str(failed.value)
+
+
+def test_what_is_not_in_force_is_taken_back_before_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for them may fail."""
+    run = VerlJob(checked(tmp_path, {2: {"shard_size": 2}}), NoRanks())
+    report = {"mode": "intact", "digest": "d", "units": {}, "seconds": {}}
+
+    def call(ranks: Any, phase: str, function: Any, *args: Any, **where: Any) -> list[Any]:
+        return lose_rank_1() if phase == "commit" else [{"report": report}]
+
+    def no_words(*args: Any) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(run._answers, "call", call)
+    monkeypatch.setattr(last_words, "of_attempt", no_words)
+    with pytest.raises(OSError, match="Input/output"):
+        run.at_boundary(2)
+    (record,) = read_records(tmp_path / "run")
+    assert record.outcome == "failed"
+    assert Journal(tmp_path / "run" / "journal.jsonl").current() is None
 
 
 def test_a_full_disk_ends_no_job_that_can_train_on(

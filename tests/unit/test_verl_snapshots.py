@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nereus_verl import json_state, resume, rng, stamp
+from nereus_verl import json_state, last_words, resume, rng, stamp
 from nereus_verl.config import NereusConfig, SnapshotConfig
 
+from nereus_plugins.control.attempt import TransitionFailed
+from nereus_plugins.control.workers import WorkersFailed
 from nereus_plugins.snapshot import folder
 from nereus_plugins.snapshot.errors import SnapshotError
 from nereus_plugins.snapshot.index import INDEX_NAME, Index, UnitRecord
@@ -149,6 +151,25 @@ def test_last_words_name_what_is_newer(tmp_path: Path) -> None:
     assert resume.newest_words(settings, _config(tmp_path, checkpoint=11)) == ""
     assert resume.newest_words(None, _config(tmp_path)) == ""
     assert stamp.latest_checkpoint(_config(tmp_path)) is not None
+
+
+def test_last_words_do_not_hide_the_error(tmp_path: Path) -> None:
+    settings = SnapshotConfig(str(tmp_path / "snapshots"))
+    _take(tmp_path / "snapshots", 1, 10)
+    config = _config(tmp_path, checkpoint=9)
+    newest = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    newest.write_text("?")
+    assert resume.newest_words(settings, config) == ""
+    put(config, "nereus", {"snapshot": {"folder": settings.folder}})
+    with (
+        pytest.raises(TransitionFailed, match=r"rank 1 died.*cannot be read: invalid literal"),
+        last_words.if_lost("it could not begin", 3, config),
+    ):
+        raise WorkersFailed("rank 1 died")
+    newest.write_text("9")
+    assert "after step 10" in resume.newest_words(settings, config)
+    too_long = SnapshotConfig(str(tmp_path / ("s" * 300)))  # not to be looked into: OSError
+    assert resume.newest_words(too_long, config) == ""
 
 
 # -- state as JSON ------------------------------------------------------------------------------

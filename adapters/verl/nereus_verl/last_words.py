@@ -41,7 +41,10 @@ def _restart(config: Mapping[str, Any]) -> str:
     settings = NereusConfig.from_dict(config.get("nereus") or {}).snapshot
     if words := resume.newest_words(settings, config):
         return words
-    checkpoint = stamp.latest_checkpoint(config)
+    try:
+        checkpoint = stamp.latest_checkpoint(config)
+    except (OSError, ValueError) as unreadable:
+        return f"which checkpoint is the newest cannot be read: {unreadable}"
     return (
         f"the newest checkpoint is {checkpoint}; its {stamp.FILE} names the settings to "
         "restart with"

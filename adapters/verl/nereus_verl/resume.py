@@ -95,18 +95,19 @@ def newest(
 
 
 def newest_words(settings: SnapshotConfig | None, config: Mapping[str, Any]) -> str:
-    """Of a job that ends: from which snapshot the same command goes on, "" if from none.
+    """Of a job that ends: from which snapshot the same command goes on, "" if from none, or if
+    that cannot be read.
 
     Args: config: verl's.
     """
     if settings is None:
         return ""
-    checkpoint = stamp.latest_checkpoint(config)
     try:
+        checkpoint = stamp.latest_checkpoint(config)
         snapshot = folder.latest(place(settings))
-    except SnapshotError:
-        return ""
-    if checkpoint is not None and stamp.step_of(checkpoint) > snapshot.index.step:
+        if checkpoint is not None and stamp.step_of(checkpoint) > snapshot.index.step:
+            return ""
+    except (SnapshotError, OSError, ValueError):  # of what is there; the job's own error counts
         return ""
     return (
         f"the newest snapshot is after step {snapshot.index.step}, {snapshot.path}; the same "

@@ -133,13 +133,14 @@ class Transitions:
                 self._change(attempt, wanted)
             except (WorkersFailed, TransitionFailed) as error:
                 attempt.ended("failed", str(error))
-                words = last_words.of_attempt(attempt, self._checked.config, self._checked.run_dir)
+                # First, as looking for last words may fail: what is not in force is taken back.
                 undone = self._driver.failed(attempt)
                 if isinstance(error, RolloutFailed):
                     raise RolloutFailed(
                         f"after the transition of step {attempt.step} ({attempt.listed()}) "
                         f"training state is whole, but the job cannot go on: {error}{undone}"
                     ) from error
+                words = last_words.of_attempt(attempt, self._checked.config, self._checked.run_dir)
                 raise TransitionFailed(words + undone) from error
         return self._driver.finished(attempt)
 
