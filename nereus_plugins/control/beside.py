@@ -24,6 +24,7 @@ from nereus_plugins.control import offered
 from nereus_plugins.controller.config import ControllerConfig
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.spec import GlobalPlan, Record
+from nereus_plugins.spec.files import owners_only
 from nereus_plugins.trace import files
 
 FILE = "controller.json"
@@ -120,7 +121,7 @@ class Beside:
         descriptor = os.open(
             self._run_dir / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
         )
-        os.fchmod(descriptor, 0o600)  # also where the file existed with wider rights
+        owners_only(descriptor)
         command = [sys.executable, "-m", "nereus_plugins.control.live", str(self._run_dir)]
         # One thread: what it computes is not worth a core of the job's.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

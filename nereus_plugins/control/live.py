@@ -29,6 +29,7 @@ from nereus_plugins.controller.decision import Decision
 from nereus_plugins.controller.journal import FILE, DecisionJournal, DecisionJournalError
 from nereus_plugins.job import Lease
 from nereus_plugins.spec import GlobalPlan
+from nereus_plugins.spec.files import owners_only
 from nereus_plugins.trace.record import (
     NewRecords,
     Record,
@@ -297,7 +298,7 @@ def only_one(run_dir: Path, parent: int) -> Iterator[bool]:
     # The kernel takes the lock back from a process that is gone, however it went.
     lock = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.fchmod(lock, 0o600)  # also where the file existed with wider rights
+        owners_only(lock)
         said = False
         while os.getppid() == parent:
             try:

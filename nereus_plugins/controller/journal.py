@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.spec.files import owners_only
 from nereus_plugins.spec.record import shown
 
 FILE = "decisions.jsonl"
@@ -117,7 +118,7 @@ class DecisionJournal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.fchmod(handle, 0o600)  # also where the file existed with wider rights
+                owners_only(handle)
                 size = os.fstat(handle).st_size
                 _, good = parse(os.pread(handle, size, 0), str(self.path))
                 os.ftruncate(handle, good)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nereus_plugins.spec.files import owners_only
 from nereus_plugins.spec.record import shown
 
 SCHEMA_VERSION = 1
@@ -134,7 +135,7 @@ class Journal:
             if record.kind not in KINDS:
                 raise JournalError(f"{self.path}:{number}: unknown kind {shown(record.kind)}")
             for name, kind in _TYPES.items():
-                value = getattr(record, name)
+                value = fields.get(name, kind())  # a line may lack what has a default
                 if not isinstance(value, kind) or isinstance(value, bool):
                     raise JournalError(f"{self.path}:{number}: {name} cannot be {shown(value)}")
             records.append(record)
@@ -174,7 +175,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.fchmod(handle, 0o600)  # also where the file existed with wider rights
+            owners_only(handle)
             # A torn line from a crash would swallow the new record: cut it off first.
             size = os.fstat(handle).st_size
             data = os.pread(handle, size, 0)

@@ -14,10 +14,19 @@ act under ZeRO-3 only, since models that only read run at stage 0 otherwise.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 
 from nereus_plugins.cost.job import JobSpec
-from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    Knobs,
+    Layout,
+    ModelSpec,
+    ModelStage,
+    SpecError,
+)
 
 from .launch import Launch, model_named, whole_number
 from .openrlhf_options import OPTIONS, VERSION
@@ -168,24 +177,22 @@ def read(
     value = at.text("critic.model_name_or_path", reward or pretrain)
     dynamic = at.on("train.dynamic_batch_enable")
     ring, tp = at.whole("ds.ring_attn_size", 1), at.whole("ds.tensor_parallel_size", 1)
-    gradients = at.text("ds.grad_accum_dtype", "bf16")
-    job = JobSpec(
+    job = openrlhf_job(
         model_named(pretrain, model),
-        algorithm="ppo" if ppo else "grpo",
-        critic=model_named(value, critic or model, value_head=True) if ppo else None,
-        reward=model_named(reward, critic or model, value_head=True) if reward else None,
+        model_named(value, critic or model, value_head=True) if ppo else None,
+        model_named(reward, critic or model, value_head=True) if reward else None,
         reference=at.number("algo.kl.init_coef", 0.01) > 0.0,
         # Given at all, 0 too, it is computed.
         entropy=at.on("actor.entropy_coef"),
-        backend="deepspeed",
-        attention="fa3" if "3" in at.text("ds.attn_implementation", "") else "fa2",
+        attention=at.text("ds.attn_implementation", ""),
+        gradients=at.text("ds.grad_accum_dtype", "bf16"),
         compiled=at.on("ds.use_liger_kernel"),
         # Both imply it.
         packed=at.on("ds.packing_samples") or dynamic or ring > 1,
-        grad_bytes=4 if gradients in ("fp32", "float32", "torch.float32") else 2,
         cpu_adam=at.on("ds.adam_offload"),
-        engine_sleeps=at.on("vllm.enable_sleep") or not at.on("train.colocate_all"),
-        updates_together=not at.on("ds.enable_sleep"),
+        engines_sleep=at.on("vllm.enable_sleep"),
+        models_sleep=at.on("ds.enable_sleep"),
+        colocate_all=at.on("train.colocate_all"),
     )
     groups, total = _groups(at, job)
     zero = at.whole("ds.zero_stage", 2, least=0)
@@ -251,7 +258,7 @@ def read(
         prompts=prompts,
         samples=samples,
         # train.batch_size counts samples.
-        mini_batch_prompts=max(1, update // samples),
+        mini_batch_prompts=prompts_of_update(update, samples, prompts),
         prompt_tokens=prompt,
         response_tokens=response,
         response_setting=setting,
@@ -270,6 +277,58 @@ def read(
             )
         },
     )
+
+
+def openrlhf_job(
+    actor: ModelSpec,
+    critic: ModelSpec | None,
+    reward: ModelSpec | None,
+    *,
+    reference: bool,
+    entropy: bool,
+    attention: str,
+    gradients: str,
+    compiled: bool,
+    packed: bool,
+    engines_sleep: bool,
+    models_sleep: bool,
+    colocate_all: bool,
+    cpu_adam: bool = False,
+) -> JobSpec:
+    """An OpenRLHF job: its models, and what runs them.
+
+    Args:
+        attention: `--ds.attn_implementation`. gradients: `--ds.grad_accum_dtype`.
+        compiled: whether it uses liger kernels. engines_sleep, models_sleep: vLLM's, DeepSpeed's.
+    """
+    return JobSpec(
+        actor,
+        algorithm="ppo" if critic else "grpo",
+        critic=critic,
+        reward=reward,
+        reference=reference,
+        entropy=entropy,
+        backend="deepspeed",
+        attention="fa3" if "3" in attention else "fa2",
+        compiled=compiled,
+        packed=packed,
+        grad_bytes=4 if gradients in ("fp32", "float32", "torch.float32") else 2,
+        cpu_adam=cpu_adam,
+        engine_sleeps=engines_sleep or not colocate_all,
+        updates_together=not models_sleep,
+    )
+
+
+def prompts_of_update(update_samples: int, samples: int, prompts: int) -> int:
+    """Prompts of one optimizer step.
+
+    `--train.batch_size` counts samples. Where they are not those of whole prompts, or no whole part
+    of a rollout, the part that is nearest to as many.
+
+    Args: samples: of a prompt. prompts: of a rollout.
+    """
+    parts = [part for part in range(1, prompts + 1) if prompts % part == 0]
+    return min(parts, key=lambda part: abs(math.log(part * samples / update_samples)))
 
 
 def _refuse(at: Flags) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nereus_plugins.spec import SpecError
+from nereus_plugins.spec.files import owners_only
 
 
 def check_out(path: Path, option: str) -> None:
@@ -29,8 +30,8 @@ def replace(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
     mode = 0o600 if private else 0o666
     try:
         with open(beside, "w", encoding="utf-8", opener=lambda p, f: os.open(p, f, mode)) as file:
-            if private:  # also where one was left with wider rights
-                os.fchmod(file.fileno(), mode)
+            if private:
+                owners_only(file.fileno())
             file.writelines(parts)
         os.replace(beside, path)
     except BaseException:

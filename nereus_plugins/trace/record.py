@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from nereus_plugins.spec.files import owners_only
 from nereus_plugins.spec.record import shown
 
 SCHEMA_VERSION = 1
@@ -218,7 +219,7 @@ class RecordWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self.path)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.fchmod(descriptor, 0o600)  # also where the file existed with wider rights
+        owners_only(descriptor)
         self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

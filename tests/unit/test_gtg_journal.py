@@ -67,6 +67,19 @@ def test_a_torn_last_line_is_left_out_and_overwritten(tmp_path: Path) -> None:
     assert [r.epoch for r in journal.read()] == [1, 2]
 
 
+def test_a_line_without_what_has_a_default_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    Journal(path).commit(epoch=1, plan=PLAN, digest="d1", step=1)
+    line = json.loads(path.read_text())
+    del line["ranks"], line["reason"]
+    path.write_text(json.dumps(line) + "\n")
+    (record,) = Journal(path).read()
+    assert (record.epoch, list(record.ranks), record.reason) == (1, [], "")
+    path.write_text(json.dumps({**line, "ranks": 3}) + "\n")
+    with pytest.raises(JournalError, match="ranks cannot be 3"):
+        Journal(path).read()
+
+
 def test_other_damage_and_a_newer_schema_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal = Journal(path)

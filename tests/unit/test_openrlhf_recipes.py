@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +63,17 @@ def test_openrlhf_and_nereus_take_the_recipe(recipe: str, nodes: int, tmp_path: 
     if not args.train.colocate_all:
         gpus += args.vllm.num_engines * args.vllm.tensor_parallel_size
     assert gpus == 8 * nodes
+
+
+def test_a_model_that_comes_with_its_own_code_is_read_without_running_it(tmp_path: Path) -> None:
+    """No class of the library has this type."""
+    code = {"AutoConfig": "configuration_deepseek.DeepseekConfig"}
+    config = {**LLAMA3_8B, "model_type": "deepseek", "auto_map": code}
+    config["architectures"] = ["DeepseekForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_deepseek.py").write_text("raise SystemExit('it was run')\n")
+    args = SimpleNamespace(actor=SimpleNamespace(model_name_or_path=str(tmp_path)))
+    assert preflight.hf_config(args, "actor")["model_type"] == "deepseek"
 
 
 def test_the_side_of_a_comparison_is_a_job_that_openrlhf_takes(tmp_path: Path) -> None:

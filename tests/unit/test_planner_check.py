@@ -186,6 +186,18 @@ def test_openrlhfs_defaults() -> None:
     assert launch.prompt_tokens + launch.response_tokens == 2048
 
 
+@pytest.mark.parametrize(
+    ("update", "samples", "prompts", "expected"),
+    [(128, 1, 1024, 128), (128, 8, 128, 16), (128, 6, 1024, 16), (4, 8, 128, 1), (999, 1, 64, 64)],
+)
+def test_openrlhfs_updates_in_whole_parts_of_a_rollout(
+    update: int, samples: int, prompts: int, expected: int
+) -> None:
+    part = openrlhf_launch.prompts_of_update(update, samples, prompts)
+    assert part == expected
+    assert prompts % part == 0
+
+
 def test_openrlhfs_sleep_offload_ring_and_budgets() -> None:
     launch = read_launch(
         today(

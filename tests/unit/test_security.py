@@ -297,6 +297,20 @@ def test_files_of_a_run_are_their_users_alone(umask: int, tmp_path: Path) -> Non
         os.umask(before)
 
 
+def test_a_file_whose_rights_cannot_be_changed_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another user's, or its file system keeps none."""
+
+    def refuse(handle: int, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    _write_all(tmp_path).close()
+    assert {path.name for path in tmp_path.iterdir()} >= {*FILES} - {ENDPOINT_FILE}
+    assert Journal(tmp_path / JOURNAL_FILE).current()
+
+
 # -- what CI installs -----------------------------------------------------------------------------
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(\[[\w,]+\])?(==[^\s;*]+)?(\s*;.*)?")

@@ -61,7 +61,7 @@ def run(nereus: NereusConfig, args: Any) -> Preflight:
         current.update(targets[step])
         engines = replicas[step]
     models = {
-        unit: ModelSpec.from_hf_config(_hf_config(args, unit), value_head=unit in _SCALAR)
+        unit: ModelSpec.from_hf_config(hf_config(args, unit), value_head=unit in _SCALAR)
         for unit in layouts
     }
     return Preflight(nereus, models, layouts, targets, replicas, _run_dir(nereus, args))
@@ -98,15 +98,15 @@ def _run_dir(nereus: NereusConfig, args: Any) -> Path:
     return check_run_dir(Path.cwd() / (nereus.run_dir or Path(args.ckpt.path) / "nereus"))
 
 
-def _hf_config(args: Any, unit: str) -> Mapping[str, Any]:
-    from transformers import AutoConfig
+def hf_config(args: Any, unit: str) -> Mapping[str, Any]:
+    """What the file with a model says of it. Raises: SpecError naming the flag."""
+    from transformers import PretrainedConfig
 
     path = getattr(args, "actor" if unit == "ref" else unit).model_name_or_path
     flag = f"--{'actor' if unit == 'ref' else unit}.model_name_or_path"
     try:
-        # The architectures that have a spec need no code that comes with a model.
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        # The file alone: code that comes with a model is OpenRLHF's to run.
+        fields: Mapping[str, Any] = PretrainedConfig.get_config_dict(path)[0]
     except (OSError, ValueError) as error:
         raise SpecError(f"{flag} {path}: its configuration cannot be read: {error}") from None
-    fields: Mapping[str, Any] = loaded.to_dict()
     return fields

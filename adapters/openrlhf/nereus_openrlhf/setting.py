@@ -9,6 +9,7 @@ from nereus_plugins.controller.devices import cluster
 from nereus_plugins.controller.setting import JobSetting, first_lengths
 from nereus_plugins.cost.job import JobSpec
 from nereus_plugins.job import Capabilities
+from nereus_plugins.planner.openrlhf_launch import openrlhf_job, prompts_of_update
 from nereus_plugins.spec import LengthDistribution, ModelSpec
 from nereus_plugins.trace.conditions import Setting
 
@@ -36,8 +37,9 @@ def job_setting(
         prompt_tokens=LengthDistribution.fixed(prompt),
         prompts_per_step=args.rollout.batch_size,
         samples_per_prompt=args.rollout.n_samples_per_prompt,
-        # --train.batch_size counts samples.
-        mini_batch_prompts=max(1, args.train.batch_size // args.rollout.n_samples_per_prompt),
+        mini_batch_prompts=prompts_of_update(
+            args.train.batch_size, args.rollout.n_samples_per_prompt, args.rollout.batch_size
+        ),
         epochs=args.train.max_epochs,
     )
     return JobSetting.of(setting, capabilities, first_lengths(longest), longest, steps)
@@ -52,19 +54,18 @@ def lengths(args: Any) -> tuple[int, int]:
 
 
 def job_spec(args: Any, models: Mapping[str, ModelSpec]) -> JobSpec:
-    """The models, and what runs them (as `nereus check` reads a command)."""
-    return JobSpec(
+    """The models, and what runs them."""
+    return openrlhf_job(
         models["actor"],
-        algorithm="ppo" if "critic" in models else "grpo",
-        critic=models.get("critic"),
-        reward=models.get("reward"),
+        models.get("critic"),
+        models.get("reward"),
         reference="ref" in models,
         entropy=args.actor.entropy_coef is not None,  # at 0 too it is computed
-        backend="deepspeed",
-        attention="fa3" if "3" in args.ds.attn_implementation else "fa2",
+        attention=args.ds.attn_implementation,
+        gradients=args.ds.grad_accum_dtype,
         compiled=bool(args.ds.use_liger_kernel),
         packed=bool(args.ds.packing_samples),
-        grad_bytes=4 if args.ds.grad_accum_dtype in ("fp32", "float32", "torch.float32") else 2,
-        engine_sleeps=bool(args.vllm.enable_sleep) or not args.train.colocate_all,
-        updates_together=not args.ds.enable_sleep,
+        engines_sleep=bool(args.vllm.enable_sleep),
+        models_sleep=bool(args.ds.enable_sleep),
+        colocate_all=bool(args.train.colocate_all),
     )
