@@ -35,7 +35,7 @@ from .decision import Alternative, Decision, Numbers
 from .forecast import LengthForecast, Lifetime
 from .journal import DecisionJournal, DecisionJournalError
 from .learned import SETTLED, Learned
-from .leases import Level, levels, usable
+from .leases import Level, levels, usable, within
 from .plans import ANCHOR, GRID, SEARCH_GRID, Judged, Plans, fits
 from .proof import BARRED_STEPS, TRIAL_STEPS, Proof, barred
 from .setting import JobSetting
@@ -446,7 +446,7 @@ class Controller:
             return decision("stay", "nothing has changed since plans were last compared")
         self._judged_for = most
         if gone or full:
-            found = found[:1]  # GPUs that have to be left first are not moved onto for that
+            found = within(found, held)  # further ones that have to be left are not moved onto
         if not found:
             return decision("stay", "there are no GPUs to stay on", forced=True)
         options = self._options(found, there, mean, high, now, steps)
@@ -581,26 +581,51 @@ class Controller:
         options: list[_Option],
         now: Judged,
     ) -> Decision:
-        """The cheapest safe plan: least transition and steps together, over the horizon."""
-        judged = []
-        knobs = [o for o in options if self._same_layouts(o.plan)][:_CONSIDERED]
-        for option in [*knobs, *[o for o in options if o not in knobs][:_CONSIDERED]]:
+        """The cheapest safe plan: least transition and steps together, over the horizon.
+
+        The horizon is that of the plans that last longest. One whose GPUs have to be left before is
+        followed by the cheapest of these: its transition, and the steps that are left.
+        """
+        reached = []
+        for option in self._considered(options):
             numbers, digest = self._numbers(option, now)
             if numbers.transition_s is not None:
-                total = numbers.transition_s + max(1.0, option.steps) * option.judged.step_s
-                judged.append((total, option, numbers, digest))
-        judged.sort(key=lambda one: one[0])
-        if not judged:
+                steps = max(1.0, option.steps)
+                spent_s = numbers.transition_s + steps * option.judged.step_s
+                reached.append((spent_s, steps, option, numbers, digest))
+        if not reached:
             return decision("stay", f"{why}, and no plan that fits can be reached", forced=True)
+        horizon = max(steps for _, steps, _, _, _ in reached)
+        last_s, after_s = min(
+            (spent_s, option.judged.step_s)
+            for spent_s, steps, option, _, _ in reached
+            if steps == horizon
+        )
+        judged = [
+            (
+                spent_s if steps == horizon else spent_s + last_s - steps * after_s,
+                option, numbers, digest,
+            )
+            for spent_s, steps, option, numbers, digest in reached
+        ]  # fmt: skip
+        judged.sort(key=lambda one: one[0])
         total, option, numbers, digest = judged[0]
         others = tuple(
-            Alternative(o.plan, f"takes {t - total:.0f} s more over {o.steps:.0f} steps", n)
+            Alternative(o.plan, f"takes {t - total:.0f} s more over {horizon:.0f} steps", n)
             for t, o, n, _ in judged[1:]
         )
         return decision(
             "propose", f"{why}: the cheapest plan that fits", plan=option.plan, digest=digest,
             forced=True, numbers=numbers, alternatives=others,
         )  # fmt: skip
+
+    def _considered(self, options: Sequence[_Option]) -> Iterable[_Option]:
+        """Of plans that last equally long, those that change knobs alone, and the fastest."""
+        for steps in dict.fromkeys(option.steps for option in options):
+            alike = [option for option in options if option.steps == steps]
+            knobs = [option for option in alike if self._same_layouts(option.plan)][:_CONSIDERED]
+            yield from knobs
+            yield from [option for option in alike if option not in knobs][:_CONSIDERED]
 
     def _unforced(
         self,

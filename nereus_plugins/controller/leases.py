@@ -59,3 +59,14 @@ def levels(
             out.pop()
         out.append(Level(gpus, steps))
     return tuple(out)
+
+
+def within(found: Sequence[Level], gpus: int) -> tuple[Level, ...]:
+    """Of `levels`, the one that lasts longest, as it is, and of the others what lies within so many
+    GPUs."""
+    out = list(found[:1])
+    for level in found[1:]:
+        if out[-1].gpus >= gpus:
+            break
+        out.append(Level(min(level.gpus, gpus), level.steps))
+    return tuple(out)

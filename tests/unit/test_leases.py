@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from nereus_plugins.control.inbox import Inbox, Refused
 from nereus_plugins.control.lent import Granted, leases_of
-from nereus_plugins.controller.leases import Level, levels, usable
+from nereus_plugins.controller.config import ControllerConfig
+from nereus_plugins.controller.controller import Controller
+from nereus_plugins.controller.leases import Level, levels, usable, within
+from nereus_plugins.controller.setting import JobSetting
+from nereus_plugins.controller.transition import TransitionEstimate
 from nereus_plugins.job import Lease
-from nereus_plugins.spec import GlobalPlan, SpecError
+from nereus_plugins.sim.job import capabilities_of
+from nereus_plugins.spec import GlobalPlan, LengthDistribution, ModelStage, SpecError
 
-from .test_controller_stability import ONE, SHORT, SMALL, run
+from .test_controller_stability import ONE, SHORT, SMALL, TablePlans, plan, run
+from .test_sim import SETTING
 
 NOW = 1000.0
 
@@ -94,6 +102,90 @@ def test_what_may_be_planned_for(
     """Leases are left 20 s before they end; steps take 10 s, 100 are wanted, on 8 GPUs now."""
     assert usable(leases, 20.0) == there
     assert levels(leases, 20.0, 10.0, 100.0, 8) == tuple(Level(*one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "kept"),
+    [
+        ([], 8, []),
+        ([(4, math.inf), (8, 15.0)], 8, [(4, math.inf), (8, 15.0)]),
+        ([(4, math.inf), (8, 15.0), (16, 5.0)], 8, [(4, math.inf), (8, 15.0)]),
+        ([(4, math.inf), (8, 15.0)], 6, [(4, math.inf), (6, 15.0)]),  # it holds some of them
+        ([(16, math.inf), (24, 15.0)], 8, [(16, math.inf)]),
+    ],
+)
+def test_what_may_be_planned_for_without_further_gpus(
+    found: list[tuple[int, float]], gpus: int, kept: list[tuple[int, float]]
+) -> None:
+    assert within([Level(*one) for one in found], gpus) == tuple(Level(*one) for one in kept)
+
+
+def with_budget(one: GlobalPlan) -> GlobalPlan:
+    """The same but for a token budget of training."""
+    train = one.assignments[ModelStage.ACTOR_TRAIN]
+    other = dataclasses.replace(
+        train, knobs=dataclasses.replace(train.knobs, token_budget_tokens=8192)
+    )
+    return GlobalPlan(
+        {**one.assignments, ModelStage.ACTOR_TRAIN: other}, name=f"{one.name}, other knobs"
+    )
+
+
+class Filling(TablePlans):
+    """The first plan fills a GPU; other knobs, or other layouts, do not."""
+
+    full = True
+
+    def memory(self, chosen: GlobalPlan, mean_tokens: float) -> float:
+        return 0.99 if self.full and chosen == self.options[0] else 0.5
+
+    def with_other_knobs(self, current: GlobalPlan, mean_tokens: float) -> Iterator[GlobalPlan]:
+        yield with_budget(current)
+
+
+@pytest.mark.parametrize(
+    ("held", "leases", "full", "onto"),
+    [
+        # The lent GPUs save 54 s a step for 18 steps; other knobs are there in 60 s.
+        (8, [Lease(4), Lease(4, 1200.0)], True, "TP2 on 8, other knobs"),
+        (
+            6,
+            [Lease(4), Lease(4, 1200.0)],
+            True,
+            "TP2 on 6, other knobs",
+        ),  # holds half of what is lent
+        # For one step, which does not repay that.
+        (8, [Lease(4), Lease(4, 123.0)], True, "TP2 on 4"),
+        # Further GPUs are faster, but have to be left.
+        (8, [Lease(8), Lease(8, 1200.0)], True, "TP2 on 8, other knobs"),
+        # Two go; two stay for 23 steps, or for fewer than repay moving twice.
+        (8, [Lease(4), Lease(2, 1500.0), Lease(2, 60.0)], False, "TP2 on 6"),
+        (8, [Lease(4), Lease(2, 250.0), Lease(2, 60.0)], False, "TP2 on 4"),
+    ],
+)
+def test_what_is_held_and_lent_is_used_while_it_lasts(
+    held: int, leases: list[Lease], full: bool, onto: str
+) -> None:
+    """Where memory fills or GPUs go. A step takes 480 s on one GPU, 10 % more with other knobs;
+    other layouts are there in 100 s."""
+    options = [plan(2, held), *(plan(2, gpus) for gpus in (4, 6, 8, 16) if gpus != held)]
+    setting = JobSetting.of(
+        SETTING, capabilities_of(SETTING.job), LengthDistribution.fixed(500), 4096, 1000
+    )
+
+    def transition(old: GlobalPlan, new: GlobalPlan) -> TransitionEstimate:
+        return TransitionEstimate({"all": 60.0 if old.devices == new.devices else 100.0}, "digest")
+
+    def table(chosen: GlobalPlan, _mean: float) -> float:
+        return 480.0 / len(chosen.devices) * (1.1 if "other knobs" in chosen.name else 1.0)
+
+    one = Controller(setting, ControllerConfig(), options[0], 0, transitions=transition)
+    one.plans = Filling(one.plans, options, table)
+    one.plans.full = full
+    found = one.decide(leases, 10)
+    assert found.forced
+    assert found.plan is not None
+    assert found.plan.name == onto
 
 
 def moves(lease: Lease, steps: int = 100, transition_s: float = 200.0) -> tuple[list[int], float]:
