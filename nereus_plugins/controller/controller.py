@@ -432,7 +432,8 @@ class Controller:
 
         gone = held > there
         full = memory > FULL
-        if left == 0:
+        # GPUs are left in any case: a run may take more steps than was known when it began.
+        if left == 0 and not (gone or full):
             return decision("stay", "the run is done")
         if math.isinf(now.step_s) and not gone:
             return decision("stay", "the cost model cannot say what the plan in force takes")

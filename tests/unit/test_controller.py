@@ -197,6 +197,16 @@ def test_gpus_that_leave_are_left_at_once_or_within_the_notice() -> None:
     assert Decision.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+def test_gpus_are_left_in_steps_beyond_those_that_were_expected() -> None:
+    setting = setting_of(trace())
+    one = Controller(setting, ControllerConfig(), starting_plan(setting, 16), 0)
+    for step in (setting.steps, setting.steps + 3):
+        assert one.decide((Lease(16),), step).reason == "the run is done"
+        found = one.decide(LEAVE, step)
+        assert found.plan is not None
+        assert max(found.plan.devices) < 8
+
+
 def test_a_restarted_controller_decides_as_the_one_that_ended(tmp_path: Path) -> None:
     world = World(trace(gpus=((0.0, 16), (12.0, 8)), steps=24))
     policy = Nereus(world, journal=DecisionJournal(tmp_path))

@@ -266,6 +266,17 @@ def test_of_fewer_gpus_than_models_and_engines_nothing_is_proposed() -> None:
     assert "no plan that fits can be reached" in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("prompts", "batch", "episodes", "steps"), [(8, 4, 2, 4), (10, 4, 2, 6), (3, 4, 5, 5)]
+)
+def test_steps_of_a_run(prompts: int, batch: int, episodes: int, steps: int) -> None:
+    """Every episode trains on what is left of its prompts, too."""
+    args = job(train__num_episodes=episodes)
+    args.rollout.batch_size = batch
+    trainer = SimpleNamespace(args=args, prompts_dataloader=range(prompts))
+    assert openrlhf_private.steps_of(trainer) == steps
+
+
 def test_the_setting_says_what_openrlhf_does() -> None:
     setting = setting_of(job())
     assert JobSetting.from_json(setting.to_json()) == setting

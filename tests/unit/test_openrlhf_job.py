@@ -14,7 +14,7 @@ import pytest
 
 nereus_cpu.deepspeed.install()
 
-from nereus_openrlhf import preflight  # noqa: E402
+from nereus_openrlhf import openrlhf_private, preflight  # noqa: E402
 from nereus_openrlhf.config import NereusConfig  # noqa: E402
 from nereus_openrlhf.engines import EnginesLost  # noqa: E402
 from nereus_openrlhf.job import OpenRlhfJob  # noqa: E402
@@ -427,3 +427,29 @@ def test_a_stage_takes_until_all_ranks_have_answered(monkeypatch: pytest.MonkeyP
     assert set(seconds) == {"update_actor", "update_critic"}
     assert 0 < seconds["update_critic"] < seconds["update_actor"]
     assert times.take() == {}
+
+
+@pytest.mark.parametrize("prompts", [8, 10, 3])
+def test_steps_of_an_episode_are_openrlhfs_own(prompts: int) -> None:
+    """Counted by its generator of samples, whose engines' part is left out."""
+    from openrlhf.trainer.ppo_utils import samples_generator
+
+    class Generator(samples_generator.SamplesGenerator):
+        def _generate_vllm(
+            self, dataloader_iter: Any, num_prompts: int, **_: Any
+        ) -> tuple[list[Any], int, bool]:
+            found, *_, exhausted = samples_generator._collect_prompt_batch(
+                dataloader_iter, num_prompts
+            )
+            return found, len(found), exhausted
+
+    args = arguments(train__num_episodes=1, rollout__batch_size=4)
+    args.vllm.enable_sleep = args.algo.dynamic_filtering_enable = False
+    loader = [("", ["prompt"], [""], [None])] * prompts
+    generator = Generator(SimpleNamespace(args=args), loader, None, None, [])
+    steps, exhausted = 0, False
+    while not exhausted:  # as its trainer's `fit` does
+        samples, _, _, exhausted = generator.generate_samples()
+        steps += bool(samples)
+    trainer = SimpleNamespace(args=args, prompts_dataloader=loader)
+    assert openrlhf_private.steps_of(trainer) == steps

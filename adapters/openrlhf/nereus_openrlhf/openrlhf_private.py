@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
 import os
 import runpy
 import sys
@@ -196,10 +197,11 @@ def groups_of(trainer: Any) -> dict[str, Any]:
 
 
 def steps_of(trainer: Any) -> int:
-    """Steps of the whole run, where every prompt is used."""
+    """Steps of the whole run, where every prompt is used; the last of an episode may be on fewer
+    than a batch."""
     args = trainer.args
-    prompts = len(trainer.prompts_dataloader) * args.train.num_episodes
-    return max(1, prompts // args.rollout.batch_size)
+    of_episode = math.ceil(len(trainer.prompts_dataloader) / args.rollout.batch_size)
+    return max(1, of_episode * args.train.num_episodes)
 
 
 def call_worker(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
