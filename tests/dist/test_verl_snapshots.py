@@ -23,7 +23,7 @@ DATA = {"yielded": 12}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nereus_verl.demo.task import make_task
+    from nereus_cpu.task import make_task
 
     return make_task(tmp_path_factory.mktemp("verl")).model_dir
 
@@ -76,7 +76,7 @@ def takes(
         snapshot_worker.take(worker, step, 5, {"a": 1}, DATA)
         if step == 2:
             drawn = _draw()
-    last = snapshot_worker.end(worker)
+    last = snapshot_worker.end(worker, None)["last"]
     assert last is not None
     assert (last["step"], last["error"]) == (2, "")
     return kept, drawn
