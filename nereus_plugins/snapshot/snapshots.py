@@ -175,11 +175,19 @@ class Snapshots:
         self._world = dist.get_world_size(group)
         self._units: dict[str, _UnitCopy] = {}
         self._thread: threading.Thread | None = None
+        self._step = 0  # of the snapshot that the thread writes
+        self._given_up = False  # that one
         self._times = StepTimes()
         self._stepped_s: float | None = None  # when training went on the last time
         self._busy = False  # a snapshot was under way then
         self.next_step = 0  # after which one is due
         self._not_begun_in_a_row = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether a peer was lost, or too slow: no more are begun here. Once this is closed on all
+        ranks, others can be taken over a new group."""
+        return self._group is None
 
     def after_step(
         self,
@@ -251,6 +259,7 @@ class Snapshots:
         work = None
         try:
             work = self._agree(step, epoch, plan, units, begin, orders)
+            self._step = step
         except PeerLost as lost:
             self._not_begun(step, begin, lost)
             return False
@@ -272,15 +281,7 @@ class Snapshots:
     def _not_begun(self, step: int, begin_s: float, error: SnapshotError) -> None:
         later = ", nor any later" if isinstance(error, PeerLost) else ""
         logger.error("no snapshot after step %d%s: %s", step, later, error)
-        self.last = Taken(
-            step=step,
-            nbytes=0,
-            blocked_s=time.perf_counter() - begin_s,
-            background_s=0.0,
-            path=None,
-            in_memory=False,
-            error=f"not begun: {error}",
-        )
+        self.last = _failed(step, time.perf_counter() - begin_s, f"not begun: {error}")
 
     def wait(self) -> Taken | None:
         """Wait for the snapshot that is under way; what became of the last one."""
@@ -289,10 +290,24 @@ class Snapshots:
             self._thread = None
         return self.last
 
-    def close(self) -> None:
+    def close(self, limit_s: float | None = None) -> None:
         """At the end of a job that needs no snapshot in memory any more: finish what is under way,
-        and give back memory and the group. What is on disk stays."""
-        self.wait()
+        and give back memory and the group. What is on disk stays.
+
+        Args: limit_s: what is not written by then is given up (`last.error`): without the group
+            its threads end, and remove what they wrote, as they next turn to each other; one that
+            the file system holds keeps its copy until then. What is in the memory of the nodes
+            stays. None: wait for it.
+        """
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                self._given_up = True
+                self._leave()
+                error = f"given up: not written {limit_s:g} s after its ranks were to part"
+                self.last = _failed(self._step, 0.0, error)
+                logger.error("the snapshot after step %d was %s", self._step, error)
+                return
         self._units.clear()
         self._leave()
         if self.options.memory_folder is not None:
@@ -458,7 +473,7 @@ class Snapshots:
                 path = self._to_disk(work, self.options.folder)
             except Exception as error:
                 errors.append(f"on disk: {error}")
-        self.last = Taken(
+        taken = Taken(
             step=work.step,
             nbytes=sum(file.layout.data_bytes for _, file in self._copied()),
             blocked_s=work.blocked_s,
@@ -467,8 +482,12 @@ class Snapshots:
             in_memory=remembered,
             error="; ".join(errors),
         )
+        if self._given_up:  # which has been said
+            return
+        self.last = taken
         if errors:
-            logger.error("the snapshot after step %d failed %s", work.step, self.last.error)
+            later = ", and no later one can be begun" if self.lost else ""
+            logger.error("the snapshot after step %d failed %s%s", work.step, taken.error, later)
 
     def _to_memory(self, work: _Work, root: Path) -> None:
         """Raises: SnapshotError: on all ranks alike; the snapshot before is still there."""
@@ -574,14 +593,18 @@ class Snapshots:
         return self._together(lambda group: tell(group, said, error))
 
     def _together(self, do: Callable[[dist.ProcessGroup], _T]) -> _T:
-        """Raises: what it raises; PeerLost where torch says that a peer is gone."""
+        """Raises: what it raises; PeerLost where torch says that a peer is gone, or the group was
+        left meanwhile."""
         if self._group is None:
-            raise PeerLost("a rank was lost before")
+            raise PeerLost("a rank was lost before, or the snapshot was given up")
         try:
             return do(self._group)
         except SnapshotError:
             raise
-        except RuntimeError as error:  # torch's
+        except Exception as error:
+            # torch's is a RuntimeError, or of a group that `close` left a ValueError.
+            if not isinstance(error, RuntimeError) and not self.lost:
+                raise
             self._leave()
             raise PeerLost(
                 f"a rank is gone or did not answer within the group's timeout: {error}"
@@ -591,6 +614,18 @@ class Snapshots:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _failed(step: int, blocked_s: float, error: str) -> Taken:
+    return Taken(
+        step=step,
+        nbytes=0,
+        blocked_s=blocked_s,
+        background_s=0.0,
+        path=None,
+        in_memory=False,
+        error=error,
+    )
 
 
 def _attempt(do: Callable[[], _T], otherwise: _T) -> tuple[_T, str]:

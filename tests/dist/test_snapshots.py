@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import os
 import signal
@@ -54,8 +55,9 @@ class Rows:
         self.scalars = dict(scalars)
 
 
-def _group() -> dist.ProcessGroup:
-    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+def _group(timeout_s: float = 120.0) -> dist.ProcessGroup:
+    ranks, limit = list(range(dist.get_world_size())), datetime.timedelta(seconds=timeout_s)
+    group = dist.new_group(ranks, limit, backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -449,6 +451,53 @@ def in_any_order(rank: int, world: int, place: str) -> None:
 
 def test_ranks_may_name_units_in_any_order(tmp_path: Path) -> None:
     run_ranks(in_any_order, WORLD, str(tmp_path))
+
+
+def held_up(rank: int, world: int, place: str, given_up: bool) -> None:
+    """Rank 1's disk takes longer than ranks wait: as they part, or for each other's message."""
+    root, go_on = Path(place), threading.Event()
+    write = snapshots.write_file
+
+    def waits(*args: Any) -> Any:
+        if rank == 1:
+            assert go_on.wait(60)
+        return write(*args)
+
+    snapshots.write_file = waits
+    them = Snapshots(SnapshotOptions(root), _group(60.0 if given_up else 1.0))
+    assert them.take(1, {"rows": Rows(rank, world, 1.0)})
+    (thread,) = (t for t in threading.enumerate() if t.name == "nereus-snapshot")
+    if given_up:
+        begin = time.monotonic()
+        them.close(limit_s=0.5)
+        assert time.monotonic() - begin < 20
+        assert them.last is not None
+        assert them.last.error.startswith("given up: not written 0.5 s after")
+    elif rank == 0:
+        taken = them.wait()
+        assert taken is not None
+        assert "did not answer within the group's timeout" in taken.error
+    dist.barrier()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    dist.barrier()
+    assert not list(root.iterdir())  # nor anything half written
+    if not given_up:
+        assert not them.take(2, {"rows": Rows(rank, world, 2.0)})
+        assert them.lost
+        them.close()
+    # Ranks that part at the limit, or were too slow once, take others over a new group.
+    dist.barrier()
+    them = Snapshots(SnapshotOptions(root), _group())
+    assert not _take(them, 3, Rows(rank, world, 3.0)).error
+    assert not them.lost
+    them.close()
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_slow_disk_costs_the_snapshot_only(tmp_path: Path, given_up: bool) -> None:
+    run_ranks(held_up, WORLD, str(tmp_path), given_up)
 
 
 def test_what_cannot_be_taken_or_restored_is_said_on_all_ranks(tmp_path: Path) -> None:
