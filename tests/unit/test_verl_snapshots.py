@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from nereus_verl import json_state, last_words, resume, rng, stamp
 from nereus_verl.config import NereusConfig, SnapshotConfig
+from nereus_verl.snapshots import JobSnapshots
 
 from nereus_plugins.control.attempt import TransitionFailed
 from nereus_plugins.control.workers import WorkersFailed
@@ -170,6 +172,89 @@ def test_last_words_do_not_hide_the_error(tmp_path: Path) -> None:
     assert "after step 10" in resume.newest_words(settings, config)
     too_long = SnapshotConfig(str(tmp_path / ("s" * 300)))  # not to be looked into: OSError
     assert resume.newest_words(too_long, config) == ""
+
+
+# -- what the driver makes of the ranks' answers -------------------------------------------------
+
+WHOLE = {"step": 2, "error": "", "nbytes": 8, "blocked_s": 0.0, "background_s": 0.0, "path": "p"}
+
+
+class Answering:
+    """Two ranks. Args: answers: to a function of `snapshot_worker`, or what it fails with."""
+
+    current = ()
+
+    def __init__(self, **answers: Any) -> None:
+        said = [{"last": WHOLE, "lost": False}] * 2
+        self.answers = {"named": [3, 4], "begin": [None] * 2, "take": said, "end": said} | answers
+        self.asked: list[Any] = []
+
+    def call(self, ranks: Any, phase: str, function: Any, *args: Any) -> Any:
+        name = function.__name__
+        self.asked.append((name, *args) if name == "end" else name)
+        answer = self.answers[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _snapshots(ranks: Any, every: int = 2) -> JobSnapshots:
+    nereus = NereusConfig(snapshot=SnapshotConfig("s", every), timeout_s=50.0)
+    return JobSnapshots(SimpleNamespace(nereus=nereus, config={}), ranks, ranks)  # type: ignore[arg-type]
+
+
+def test_ranks_give_back_what_they_hold_where_a_job_takes_no_more_snapshots() -> None:
+    ranks = Answering()
+    them = _snapshots(ranks)
+    them.after_step(2, 0, {}, object)  # which is not JSON
+    assert (them.on, them.begun) == (False, False)
+    assert ranks.asked == ["named", "begin", ("end", 5.0)]
+    them.after_step(4, 0, {}, dict)
+    assert len(ranks.asked) == 3
+
+
+def test_ranks_that_lost_each_other_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    late = {"last": WHOLE | {"error": "on disk: a rank is gone"}, "lost": True}
+    ranks = Answering(take=[{"last": WHOLE, "lost": False}, late])
+    them = _snapshots(ranks)
+    them.after_step(2, 0, {}, dict)
+    assert "after step 2 no snapshot could be taken, as ranks did not" in capsys.readouterr().out
+    assert ranks.asked == ["named", "begin", "take", ("end", 5.0)]
+    ranks.answers["take"] = [{"last": WHOLE, "lost": False}] * 2
+    for step in (3, 4, 6):
+        them.after_step(step, 0, {}, dict)
+    assert ranks.asked[4:] == ["named", "begin", "take", "take"]
+    assert them.on
+
+
+def test_ranks_that_cannot_begin_try_less_and_less_often() -> None:
+    ranks = Answering(begin=WorkersFailed("rank 1: peers did not come"))
+    them = _snapshots(ranks, every=1)
+    tried = []
+    for step in range(1, 17):
+        before = len(ranks.asked)
+        them.after_step(step, 0, {}, dict)
+        if len(ranks.asked) > before:
+            tried.append(step)
+            assert ranks.asked[before:] == ["named", "begin", ("end", 5.0)]
+    assert tried == [1, 2, 4, 8, 16]
+    ranks.answers["begin"] = [None] * 2
+    them.after_step(32, 0, {}, dict)
+    assert them.begun
+
+
+def test_ranks_part_though_the_last_snapshot_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Answering(end=WorkersFailed("rank(s) 1 did not answer in 'snapshot' within 200 s"))
+    them = _snapshots(ranks)
+    them.end()
+    assert not ranks.asked
+    them.after_step(2, 0, {}, dict)
+    them.end()
+    assert ranks.asked[-1] == ("end", 5.0)
+    assert "the last snapshot may not be whole: WorkersFailed: rank(s) 1" in capsys.readouterr().out
+    them.after_step(4, 0, {}, dict)
+    them.finish()
+    assert ranks.asked[-1] == ("end", None)
 
 
 # -- state as JSON ------------------------------------------------------------------------------

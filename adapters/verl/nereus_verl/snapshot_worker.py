@@ -100,15 +100,14 @@ def _group(group_count: int, timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def take(
-    worker: Any, step: int, epoch: int, plan: Mapping[str, Any], data: Any
-) -> dict[str, Any] | None:
+def take(worker: Any, step: int, epoch: int, plan: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """Copy this rank's part, if a snapshot is due by the settings; it is written in the background.
     Collective.
 
     Args: step: the trainer's. epoch, plan: in force. data: of the data loader, JSON-able.
 
-    Returns: what became of the last one that has ended (`Taken`, the path as a string), or None.
+    Returns: "last": what became of the last one that has ended (`Taken`, the path as a string), or
+        None; "lost": whether no more can be taken by these (`Snapshots.lost`).
     """
     state: RankState = getattr(worker, STATE)
     assert state.snapshots is not None
@@ -123,13 +122,16 @@ def take(
     return _said(state.snapshots)
 
 
-def end(worker: Any) -> dict[str, Any] | None:
-    """Wait for the one under way; no more are taken in this world. Returns: as `take`."""
+def end(worker: Any, limit_s: float | None) -> dict[str, Any]:
+    """Wait for the one under way; no more are taken over this group.
+
+    Args: limit_s: as of `Snapshots.close`. Returns: as `take`.
+    """
     state: RankState = getattr(worker, STATE)
     snapshots, state.snapshots = state.snapshots, None
     if snapshots is None:
-        return None
-    snapshots.close()
+        return {"last": None, "lost": False}
+    snapshots.close(limit_s)
     return _said(snapshots)
 
 
@@ -138,9 +140,10 @@ def _trained(state: RankState) -> dict[str, FsdpUnit | MegatronUnit]:
     return {name: unit for name, unit in state.units.items() if name != "ref"}
 
 
-def _said(snapshots: Snapshots) -> dict[str, Any] | None:
+def _said(snapshots: Snapshots) -> dict[str, Any]:
     last = snapshots.last
-    return None if last is None else asdict(last) | {"path": str(last.path or "")}
+    said = None if last is None else asdict(last) | {"path": str(last.path or "")}
+    return {"last": said, "lost": snapshots.lost}
 
 
 def restore(worker: Any, path: str, step: int, group_count: int, timeout_s: float) -> int:

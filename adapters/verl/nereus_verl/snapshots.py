@@ -20,6 +20,12 @@ from nereus_verl.ranks import Ranks
 from nereus_verl.resume import Resume
 
 _MIB = 1 << 20
+# Of nereus.timeout_s: how long ranks that are to part wait for a snapshot to be written. Some leave
+# because their node is about to go.
+_PARTING = 0.1
+# Where ranks cannot begin to take snapshots they try again after 1, 2, 4 ... steps, and so many at
+# most.
+_MOST_STEPS_BETWEEN_TRIES = 64
 
 
 class JobSnapshots:
@@ -29,6 +35,7 @@ class JobSnapshots:
 
     Attributes:
         on: whether the job takes any; no more after a failure that is not a snapshot's own.
+        begun: in the world as it is: its ranks hold a group for them, and perhaps write one.
     """
 
     def __init__(self, checked: Preflight, ranks: Ranks, answers: Answers) -> None:
@@ -38,7 +45,9 @@ class JobSnapshots:
         self._ranks = ranks
         self._answers = answers
         self.on = self._settings is not None
-        self._begun = False  # in the world as it is
+        self.begun = False
+        self._failed_in_a_row = 0  # attempts to begin
+        self._not_before = 0  # the step after which the next one is made
         self._last: Mapping[str, Any] | None = None
         self._waited_s = 0.0
 
@@ -80,33 +89,44 @@ class JobSnapshots:
         if settings.every != AUTO and step % int(settings.every):
             return
         try:
-            self._begin()
-            state = json_state.to_json(data(), "the data loader's state")
-            answers = self._call("snapshot", snapshot_worker.take, step, epoch, plan, state)
-            self._heard(answers)
+            if self._begin(step):
+                state = json_state.to_json(data(), "the data loader's state")
+                answers = self._call("snapshot", snapshot_worker.take, step, epoch, plan, state)
+                self._heard(answers)
+                if any(answer["lost"] for answer in answers):
+                    say(
+                        f"after step {step} no snapshot could be taken, as ranks did not hear of "
+                        "each other in the last one; they begin anew when the next is due"
+                    )
+                    self.end()
         except Exception as error:
             self.on = False
             say(
                 f"after step {step} no snapshot could be taken, nor will any more be; the job "
                 f"trains on: {brief(error)}"
             )
+            self.end()
         self._waited_s += time.monotonic() - begin_s
 
     def end(self) -> None:
-        """Wait for the one under way, as the set of ranks is about to change. In the new one they
-        begin again.
+        """The ranks that take them are about to part: wait a while for the one under way, and give
+        it up if it is not written by then. The next ones to be due begin again.
 
-        Raises: WorkersFailed: a rank that the job needs is gone.
+        What fails here, fails again in what the ranks do next if the job needs it.
         """
-        if self._begun:
-            self._begun = False
-            self._heard(self._call("snapshot", snapshot_worker.end))
+        self._end(_PARTING * self._timeout_s)
 
     def finish(self) -> None:
         """Wait for the one under way, as the job ends well."""
+        self._end(None)
+
+    def _end(self, limit_s: float | None) -> None:
+        if not self.begun:
+            return
+        self.begun = False
         try:
-            self.end()
-        except WorkersFailed as error:
+            self._heard(self._call("snapshot", snapshot_worker.end, limit_s))
+        except Exception as error:
             say(f"the last snapshot may not be whole: {brief(error)}")
 
     def waited_ms(self) -> float | None:
@@ -121,17 +141,33 @@ class JobSnapshots:
         if words := resume.newest_words(self._settings, self._config):
             say(words)
 
-    def _begin(self) -> None:
-        if self._begun:
-            return
+    def _begin(self, step: int) -> bool:
+        """Whether the ranks take snapshots now; as the first after `step` is due they begin."""
+        if self.begun:
+            return True
+        if step < self._not_before:
+            return False
         assert self._settings is not None
         options = {
             "folder": str(resume.place(self._settings)),
             "keep": self._settings.keep,
             **self._settings.interval(),
         }
-        self._call("snapshot", snapshot_worker.begin, options, self._named(), self._timeout_s)
-        self._begun = True
+        self.begun = True  # perhaps on some ranks only
+        try:
+            self._call("snapshot", snapshot_worker.begin, options, self._named(), self._timeout_s)
+        except WorkersFailed as error:
+            wait = min(1 << self._failed_in_a_row, _MOST_STEPS_BETWEEN_TRIES)
+            self._not_before = step + wait
+            self._failed_in_a_row += 1
+            say(
+                f"after step {step} ranks could not begin to take snapshots; they try again from "
+                f"step {self._not_before} on: {brief(error)}"
+            )
+            self.end()
+            return False
+        self._failed_in_a_row = 0
+        return True
 
     def _named(self) -> int:
         return max(self._call("snapshot", snapshot_worker.named))
@@ -141,7 +177,7 @@ class JobSnapshots:
 
     def _heard(self, answers: list[Any]) -> None:
         """Say what became of the last snapshot, once. All ranks' are alike, but for a lost peer."""
-        last = answers[0]
+        last = answers[0]["last"]
         if last is None or last == self._last:
             return
         first = self._last is None
@@ -152,7 +188,7 @@ class JobSnapshots:
             )
             return
         if first:
-            mib = sum(answer["nbytes"] for answer in answers) / _MIB
+            mib = sum(answer["last"]["nbytes"] for answer in answers) / _MIB
             say(
                 f"the first snapshot, after step {last['step']}, is whole: {mib:.1f} MiB, copied "
                 f"in {1e3 * last['blocked_s']:.0f} ms and written in {last['background_s']:.2f} s "

@@ -163,7 +163,7 @@ class Transitions:
         attempt.ranks = change.to_dict()
         # One under way is written by all ranks of this world together. In any other transition it
         # is written on: it is of a copy that is nobody else's.
-        if self._snapshots.on:
+        if self._snapshots.begun:
             with attempt.timed("snapshot"):
                 self._snapshots.end()
         try:
