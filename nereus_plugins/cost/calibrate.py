@@ -32,9 +32,11 @@ from .calibration import Calibration
 from .estimate import estimate
 from .tensorboard_log import is_event_file, read_scalars
 
-# verl's timers, by the stage that they are part of.
+# verl's timers, by the stage that they are part of; its `reward` holds functions too, so that a
+# reward model alone has a name of its own where it is timed (OpenRLHF's records, the simulator).
 TIMERS: dict[ModelStage, tuple[str, ...]] = {
     ModelStage.ACTOR_GENERATE: ("timing_s/gen",),
+    ModelStage.REWARD_SCORE: ("timing_s/reward_score",),
     ModelStage.REF_LOGPROB: ("timing_s/ref",),
     ModelStage.CRITIC_VALUES: ("timing_s/values",),
     ModelStage.CRITIC_TRAIN: ("timing_s/update_critic",),

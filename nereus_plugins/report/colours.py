@@ -18,6 +18,7 @@ _HUES = (212, 28, 152, 328, 268, 50, 184, 2, 92, 300, 236, 128)
 STAGE_FILLS: Mapping[str, str] = {
     "gen": "hsl(212 60% 55%)",
     "reward": "hsl(184 45% 48%)",
+    "reward_score": "hsl(174 42% 42%)",
     "old_log_prob": "hsl(160 38% 52%)",
     "ref": "hsl(140 35% 62%)",
     "values": "hsl(90 35% 55%)",

@@ -23,10 +23,12 @@ from .figures import WORLD_SIZE, source_of
 
 Column = NDArray[np.float64]
 
-# verl's timers that do not hold each other, in the order in which they run.
+# Timers that do not hold each other, in the order in which they run: verl's, and `reward_score`, of
+# a reward model alone.
 STAGES = (
     "gen",
     "reward",
+    "reward_score",
     "old_log_prob",
     "ref",
     "values",

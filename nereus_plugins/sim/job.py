@@ -34,7 +34,7 @@ S = ModelStage
 # verl's timers, which `nereus calibrate` and the controller read, by stage.
 TIMERS = {
     S.ACTOR_GENERATE: "gen",
-    S.REWARD_SCORE: "reward",
+    S.REWARD_SCORE: "reward_score",
     S.REF_LOGPROB: "ref",
     S.CRITIC_VALUES: "values",
     S.CRITIC_TRAIN: "update_critic",

@@ -223,6 +223,14 @@ def test_verl_logs_are_read(tmp_path: Path) -> None:
     assert measured_seconds(third) == {S.ACTOR_TRAIN: 81.0}
 
 
+def test_only_a_reward_models_own_timer_is_learned_from() -> None:
+    """verl's `reward` holds functions that score, too."""
+    metrics = {"timing_s/reward": 9.0, "timing_s/ref": 2.0}
+    assert measured_seconds(metrics) == {S.REF_LOGPROB: 2.0}
+    metrics["timing_s/reward_score"] = 3.0
+    assert measured_seconds(metrics) == {S.REF_LOGPROB: 2.0, S.REWARD_SCORE: 3.0}
+
+
 COMMON = ["--model", "qwen2.5-1.5b", "--gpu", "h100", "--gpus", "8", "--prompts", "64"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,6 +253,18 @@ def test_a_controller_leaves_gpus_that_are_taken() -> None:
     )  # fmt: skip
     assert controller.plan.assignments == decision.plan.assignments
     assert controller.decide((Lease(4),), 2).kind == "stay"
+
+
+def test_a_reward_models_seconds_are_learned() -> None:
+    args = job(reward__remote_url=None, reward__model_name_or_path="m")
+    layouts = in_force(args)
+    now = described(args, layouts, 1, "epoch-0")
+    controller = Controller(setting_of(args), ControllerConfig(), now, 0)
+    made = step(1, args, layouts, 0)
+    scored = {**made.stages_s, "reward_score": 2.0}
+    controller.observe(dataclasses.replace(made, stages_s=scored))
+    known = controller.learned.calibration.seconds_filters
+    assert (S.REWARD_SCORE, layouts["reward"]) in known
 
 
 def test_of_fewer_gpus_than_models_and_engines_nothing_is_proposed() -> None:

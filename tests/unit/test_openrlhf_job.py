@@ -26,6 +26,7 @@ from nereus_plugins.control.attempt import TransitionFailed  # noqa: E402
 from nereus_plugins.control.driver import JOURNAL_FILE  # noqa: E402
 from nereus_plugins.control.workers import WorkersFailed  # noqa: E402
 from nereus_plugins.controller.config import ControllerConfig  # noqa: E402
+from nereus_plugins.cost.calibrate import measured_seconds  # noqa: E402
 from nereus_plugins.gtg.journal import Journal  # noqa: E402
 from nereus_plugins.job import Lease  # noqa: E402
 from nereus_plugins.spec import (  # noqa: E402
@@ -417,14 +418,19 @@ def test_a_stage_takes_until_all_ranks_have_answered(monkeypatch: pytest.MonkeyP
     times = StageTimes()
     times.watch("actor", "fit", ["fast", "slow"])
     times.watch("critic", "fit", ["fast"])
+    times.watch("reward", "forward", ["fast"])
     times.watch("critic", "append", ["never asked about"])
     answered["fast"].set()
-    while not times._seconds:
+    while len(times._seconds) < 2:
         time.sleep(0.01)
     answered["slow"].set()
     times.watch("actor", "offload_states", ["fast"])
     seconds = times.take()
-    assert set(seconds) == {"update_actor", "update_critic"}
+    assert set(seconds) == {"update_actor", "update_critic", "reward_score"}
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    assert set(measured_seconds(metrics)) == {
+        ModelStage.ACTOR_TRAIN, ModelStage.CRITIC_TRAIN, ModelStage.REWARD_SCORE,
+    }  # fmt: skip
     assert 0 < seconds["update_critic"] < seconds["update_actor"]
     assert times.take() == {}
 

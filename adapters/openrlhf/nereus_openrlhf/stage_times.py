@@ -12,13 +12,14 @@ from typing import Any
 
 import ray
 
-# What groups are asked to do, by model, as verl's timers call it.
+# What groups are asked to do, by model, as verl's timers call it; but for a reward model: verl's
+# `reward` is not a model's alone.
 _FIT = ("fit", "reload_states", "offload_states")
 TIMERS: Mapping[tuple[str, str], str] = {
     ("actor", "forward"): "old_log_prob",
     ("critic", "forward"): "values",
     ("ref", "forward"): "ref",
-    ("reward", "forward"): "reward",
+    ("reward", "forward"): "reward_score",
     **{("actor", method): "update_actor" for method in _FIT},
     **{("critic", method): "update_critic" for method in _FIT},
 }
