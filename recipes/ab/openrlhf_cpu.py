@@ -11,15 +11,14 @@ command that compares them; runs of verl can be put beside them (see README.md h
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nereus_cpu.arms import parser_for, run_arms
 from nereus_cpu.task import make_task
 from nereus_openrlhf import demo
 
@@ -88,45 +87,30 @@ def import_log(log: Path, records: Path) -> None:
         raise RuntimeError(f"{log} could not be imported")
 
 
-def told(name: str, seed: int, run_dir: Path, wall_s: float) -> dict[str, Any]:
+def told(run_dir: Path) -> dict[str, Any]:
     """What a person wants to know of a run at once."""
     records = list(read_records(run_dir))
     steps = [one for one in records if isinstance(one, StepRecord)]
     done = [one for one in records if isinstance(one, TransitionRecord)]
     return {
-        "arm": name,
-        "seed": seed,
         "steps": len(steps),
         "steps_s": sum(one.alone_s for one in steps),
         "transitions": [one.outcome for one in done],
         "transitions_s": sum(one.stall_s for one in done),
         "reward": [one.reward for one in steps],
-        "wall_s": wall_s,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
-    parser.add_argument("--seeds", type=int, default=1, help="1 .. N")
-    parser.add_argument("--first-seed", type=int, default=1)
+    parser = parser_for(__doc__, ARMS)
     args = parser.parse_args(argv)
-    arms = args.arms.split(",")
-    if unknown := [name for name in arms if name not in ARMS]:
-        parser.error(f"no arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
     directory = args.directory.absolute()
-    where: dict[str, list[str]] = {name: [] for name in arms}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name in arms:
-            begin_s = time.time()
-            run_dir = run_arm(name, directory, seed)
-            print(json.dumps(told(name, seed, run_dir, time.time() - begin_s)), flush=True)
-            where[name].append(str(run_dir))
-    runs = " ".join(f"--runs {name}={','.join(paths)}" for name, paths in where.items())
-    print(f"nereus ab {runs} --baseline {arms[0]} --json")
+
+    def run(name: str, seed: int) -> tuple[Path, dict[str, Any]]:
+        run_dir = run_arm(name, directory, seed)
+        return run_dir, told(run_dir)
+
+    run_arms(parser, args, ARMS, run)
     return 0
 
 

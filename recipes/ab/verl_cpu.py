@@ -11,16 +11,14 @@ See verl_cpu.md here.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nereus_cpu.arms import parser_for, run_arms
 from nereus_cpu.memory import VARIABLE
 from nereus_cpu.task import make_task
 from nereus_verl.demo.launch import Job, JobResult, run
@@ -117,13 +115,11 @@ def run_arm(
     return result, records.parent
 
 
-def told(name: str, seed: int, result: JobResult, wall_s: float) -> dict[str, Any]:
+def told(result: JobResult) -> dict[str, Any]:
     """What a person wants to know of a run at once."""
     metrics = result.metrics
     steps_s = [one["timing_s/step"] for one in metrics]
     return {
-        "arm": name,
-        "seed": seed,
         "steps": len(metrics),
         "out_of_memory": "out of memory" in result.log.read_text(errors="replace"),
         "steps_s": sum(steps_s),
@@ -132,16 +128,11 @@ def told(name: str, seed: int, result: JobResult, wall_s: float) -> dict[str, An
         "controller_ms_max": max(
             (one.get("nereus/controller_ms", 0.0) for one in metrics), default=0.0
         ),
-        "wall_s": wall_s,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
-    parser.add_argument("--seeds", type=int, default=1, help="1 .. N")
-    parser.add_argument("--first-seed", type=int, default=1)
+    parser = parser_for(__doc__, ARMS)
     parser.add_argument("--memory-mib", type=float, default=BUDGET_MIB, help="of a rank")
     parser.add_argument(
         "--longest",
@@ -153,18 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.longest < SHORT_TOKENS:
         parser.error(f"--longest must be at least {SHORT_TOKENS}")
-    arms = args.arms.split(",")
-    if unknown := [name for name in arms if name not in ARMS]:
-        parser.error(f"no arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
-    where: dict[str, list[str]] = {name: [] for name in arms}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name in arms:
-            begin_s = time.time()
-            result, records = run_arm(name, args.directory, seed, args.memory_mib, args.longest)
-            print(json.dumps(told(name, seed, result, time.time() - begin_s)), flush=True)
-            where[name].append(str(records))
-    runs = " ".join(f"--runs {name}={','.join(paths)}" for name, paths in where.items())
-    print(f"nereus ab {runs} --baseline {arms[0]} --json")
+
+    def run_one(name: str, seed: int) -> tuple[Path, dict[str, Any]]:
+        result, records = run_arm(name, args.directory, seed, args.memory_mib, args.longest)
+        return records, told(result)
+
+    run_arms(parser, args, ARMS, run_one)
     return 0
 
 

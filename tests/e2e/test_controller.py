@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,24 @@ def test_a_job_leaves_a_gpu_that_is_taken_from_it(tmp_path: Path) -> None:
 
 
 @contextmanager
+def _meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Inside, `act` runs in a thread, until the event that it is given is set."""
+    over = threading.Event()
+    thread = threading.Thread(target=act, args=(over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def _killing(work: Path) -> Iterator[list[int]]:
     """Inside, every controller of the job is killed shortly after it begins."""
     killed: list[int] = []
-    over = threading.Event()
 
-    def kill() -> None:
+    def kill(over: threading.Event) -> None:
         while not over.wait(0.1):
             for pid in controllers(work):
                 time.sleep(0.5)
@@ -108,13 +120,8 @@ def _killing(work: Path) -> Iterator[list[int]]:
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
+    with _meanwhile(kill):
         yield killed
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.full
@@ -142,14 +149,13 @@ def _hunting(work: Path) -> Iterator[list[int]]:
     """Inside, controllers of the job are killed, until there were so many: each at a time of its
     own, or in the very moment that it proposes something, before or after the job has it."""
     killed: list[int] = []
-    over = threading.Event()
     proposal = work / "checkpoints" / "nereus" / PROPOSAL_FILE
     chance = random.Random(1)
 
     def proposed() -> int:
         return proposal.stat().st_mtime_ns if proposal.exists() else 0
 
-    def hunt() -> None:
+    def hunt(over: threading.Event) -> None:
         while len(killed) < KILLS and not over.is_set():
             found = [pid for pid in controllers(work) if pid not in killed]
             if not found:
@@ -163,13 +169,8 @@ def _hunting(work: Path) -> Iterator[list[int]]:
                 os.kill(found[0], signal.SIGKILL)
                 killed.append(found[0])
 
-    thread = threading.Thread(target=hunt)
-    thread.start()
-    try:
+    with _meanwhile(hunt):
         yield killed
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.full

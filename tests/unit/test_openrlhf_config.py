@@ -88,6 +88,11 @@ def test_flags_are_told_apart() -> None:
         (["--nereus.schedule", "{1: {actr: {dp: 1}}}"], "actor"),
         (["--nereus.schedule", "{1: {rollout: {tp: 2}}}"], "replicas"),
         (["--nereus.checksum", "--nereus.checksum"], "twice"),
+        (["--nereus.controller.mode", "on"], "controller.mode must be one of off, observe"),
+        (["--nereus.controller.mod", "act"], "did you mean --nereus.controller.mode"),
+        (["--nereus.controller", "act"], "is not a flag of Nereus"),
+        (["--nereus.controller.mode=act", "--nereus.controller.confidence=2"], "confidence"),
+        (["--nereus.controller.mode=act", "--nereus.control=false"], "--nereus.control true"),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], said: str) -> None:

@@ -321,18 +321,3 @@ def test_flags_of_the_controller() -> None:
     found = split([*words, "--nereus.controller.budget", "1", "--nereus.enable"])[0]
     assert found.controller == ControllerConfig(mode="act", dwell_steps=2, budget=1.0)
     assert found.enable
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--nereus.controller.mode", "on"], "controller.mode must be one of off, observe"),
-        (["--nereus.controller.mod", "act"], "did you mean --nereus.controller.mode"),
-        (["--nereus.controller", "act"], "is not a flag of Nereus"),
-        (["--nereus.controller.mode=act", "--nereus.controller.confidence=2"], "confidence"),
-        (["--nereus.controller.mode=act", "--nereus.control=false"], "--nereus.control true"),
-    ],
-)
-def test_wrong_flags_are_named(words: list[str], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
-        split(words)

