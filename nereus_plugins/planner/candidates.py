@@ -135,15 +135,18 @@ def knob_choices(
     ranks: over which a sequence is cut (`ranks_of_sequence`): they fill their budgets together, so
         that a part of the longest sequence is a budget too.
     least_budget: tokens that a budget has at least, where the framework says so; then a budget of
-        no more is a choice too: where memory is tight, it may spare recompute.
+        no more, and its doublings, are choices too: where memory is tight, one may spare recompute.
     """
     _, _, longest = sequence_moments(workload)
     least = max(round(longest), least_budget)
     base = max(4096, -(-least // 1024) * 1024)
     part = max(4096, -(-max(-(-least // ranks), least_budget) // 1024) * 1024)
-    tight = -(-least // 256) * 256
     recomputes = ("none", "full") if trains else ("none",)
-    tighter = ((part,) if part < base else ()) + ((tight,) if least_budget and tight < base else ())
+    tighter = [part] if part < base else []
+    tight = -(-least // 256) * 256
+    while least_budget and tight < base:
+        tighter.append(tight)
+        tight *= 2
     for budget in (base, 3 * base, *tighter):
         for recompute in recomputes:
             yield Knobs(token_budget_tokens=budget, recompute=recompute)

@@ -347,3 +347,18 @@ def test_ranks_that_cut_a_sequence_fill_their_budgets_together() -> None:
         for ranks in (1, 2, 8)
     }
     assert budgets == {1: {17408, 52224}, 2: {9216, 17408, 52224}, 8: {4096, 17408, 52224}}
+
+
+def test_where_memory_is_tight_budgets_double_from_the_least() -> None:
+    workload = WorkloadSpec(8, LengthDistribution.fixed(64), LengthDistribution.fixed(256))
+    budgets = {
+        least: [
+            k.token_budget_tokens for k in knob_choices(workload, trains=False, least_budget=least)
+        ]
+        for least in (0, 320, 3000)
+    }
+    assert budgets == {
+        0: [4096, 12288],
+        320: [4096, 12288, 512, 1024, 2048],
+        3000: [4096, 12288, 3072],
+    }
