@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -38,6 +40,8 @@ def run_arms(
     arms = args.arms.split(",")
     if unknown := [name for name in arms if name not in known]:
         parser.error(f"no arm {unknown[0]!r}: choose from {', '.join(known)}")
+    # As an exception: a run then ends the job that it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     where: dict[str, list[str]] = {name: [] for name in arms}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in arms:
