@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from nereus_plugins.snapshot.buddies import buddies, exchange, node_here
 from nereus_plugins.snapshot.errors import PeerLost, SnapshotError
 from nereus_plugins.snapshot.host_copy import HostCopy, HostFile
 from nereus_plugins.snapshot.index import UNIT_NAME, FileRecord, Index, UnitRecord, file_record
-from nereus_plugins.snapshot.interval import StepTimes, steps_between
+from nereus_plugins.snapshot.interval import Due
 from nereus_plugins.snapshot.parts import PartBox, parts
 from nereus_plugins.snapshot.write import write_file
 from nereus_plugins.spec import Layout
@@ -48,8 +48,6 @@ _T = TypeVar("_T")
 
 # Of the thread, against the trainer's: where a core is missing, the trainer has it.
 _NICE = 19
-# A snapshot that could not be begun is tried again after 1, 2, 4 ... steps, and so many at most.
-_MOST_STEPS_BETWEEN_TRIES = 64
 _NOTHING: list[FileRecord] = []
 
 
@@ -145,7 +143,6 @@ class _Seen:
 class _Work:
     """What the thread has to do."""
 
-    number: int
     step: int
     epoch: int
     plan: Mapping[str, Any]
@@ -153,6 +150,7 @@ class _Work:
     scalars: Mapping[str, str]  # JSON, by unit
     buddy: Sequence[int | None]
     blocked_s: float
+    number: int = 0  # which the thread finds out
 
 
 class Snapshots:
@@ -164,7 +162,7 @@ class Snapshots:
 
     Attributes:
         last: what became of the last snapshot that ended.
-        next_step: with `between_failures_s`, the step after which the next one is due.
+        due: after which steps `after_step` takes one.
     """
 
     def __init__(self, options: SnapshotOptions, group: dist.ProcessGroup) -> None:
@@ -177,11 +175,7 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._step = 0  # of the snapshot that the thread writes
         self._given_up = False  # that one
-        self._times = StepTimes()
-        self._stepped_s: float | None = None  # when training went on the last time
-        self._busy = False  # a snapshot was under way then
-        self.next_step = 0  # after which one is due
-        self._not_begun_in_a_row = 0
+        self.due = Due(options.every_steps, options.between_failures_s)
 
     @property
     def lost(self) -> bool:
@@ -198,37 +192,21 @@ class Snapshots:
         plan: Mapping[str, Any] | None = None,
     ) -> bool:
         """To be called after every step, on all ranks: takes a snapshot when one is due by the
-        options. The first is due after the first step of which the time is known.
+        options (`Due`).
 
-        One that cannot be begun is logged, and `last` says why: the job trains on. With
-        `between_failures_s` it is tried again soon, then less and less often, as trying costs the
-        job time; with `every_steps` when the next is due.
+        One that cannot be begun is logged, and `last` says why: the job trains on.
 
         Args, Returns: as `take`.
         """
-        now = time.perf_counter()
-        if self._stepped_s is not None:
-            self._times.add(now - self._stepped_s, beside=self._busy)
-        # The same on all ranks: all have been called as often.
-        ready = self._stepped_s is not None or self.options.every_steps is not None
-        if self.options.every_steps is not None:
-            due = step % self.options.every_steps == 0
-        else:
-            due = self.options.between_failures_s is not None and step >= self.next_step
+        begin = time.perf_counter()
         begun = False
-        if due and ready:
-            begin = time.perf_counter()
+        if self.due.after_step(step, begin):  # the same on all ranks: all are called as often
             try:
                 begun = self.take(step, units, epoch=epoch, plan=plan)
-                self._not_begun_in_a_row = 0
             except SnapshotError as error:
                 self._not_begun(step, begin, error)
-                # The same on all ranks, as it fails on all alike.
-                wait = min(1 << self._not_begun_in_a_row, _MOST_STEPS_BETWEEN_TRIES)
-                self.next_step = step + wait
-                self._not_begun_in_a_row += 1
-        self._stepped_s = time.perf_counter()
-        self._busy = self._thread is not None and self._thread.is_alive()
+                self.due.not_begun(step)  # on all ranks alike, as it fails so
+        self.due.goes_on(time.perf_counter(), beside=not self.ended(0.0))
         return begun
 
     def take(
@@ -248,8 +226,8 @@ class Snapshots:
         Returns: whether it was begun; not where an earlier one lost a peer (`last.error`).
 
         Raises: SnapshotError: on all ranks alike: they say different steps, epochs, plans or
-            layouts, a unit cannot be described or is held by no rank in part, a folder cannot be
-            looked into, there is no memory for the copy, or no thread can be started.
+            layouts, a unit cannot be described or is held by no rank in part, there is no memory
+            for the copy, or no thread can be started.
         """
         begin = time.perf_counter()
         self.wait()
@@ -282,6 +260,18 @@ class Snapshots:
         later = ", nor any later" if isinstance(error, PeerLost) else ""
         logger.error("no snapshot after step %d%s: %s", step, later, error)
         self.last = _failed(step, time.perf_counter() - begin_s, f"not begun: {error}")
+
+    def ended(self, limit_s: float) -> bool:
+        """Whether no snapshot is under way on this rank, where `take` would wait for it.
+
+        A file system that hangs on one rank holds `take` there for as long: whoever can ask all
+        ranks takes one only where all say so.
+
+        Args: limit_s: how long it is waited for.
+        """
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Taken | None:
         """Wait for the snapshot that is under way; what became of the last one."""
@@ -343,13 +333,10 @@ class Snapshots:
         _, error = _attempt(lambda: self._copy(seen, gathered), None)
         if not error:
             _, error = _attempt(lambda: self._start_thread(orders), None)
-        self._times.begin()
-        blocked_s = time.perf_counter() - begin_s
         last_s = self.last.background_s if self.last is not None else 0.0
-        costs = [blocked_s + self._times.slowed_s, self._times.usual_s or 0.0, last_s]
-        self._set_next(step, self._tell(costs, error))
+        costs = self._tell(self.due.costs(time.perf_counter() - begin_s, last_s), error)
+        self.due.begun(step, [max(times) for times in zip(*costs, strict=True)])  # the slowest's
         return _Work(
-            number=1 + max(one["number"] for one in heard),
             step=step,
             epoch=epoch,
             plan=json.loads(heard[0]["plan"]),
@@ -366,7 +353,7 @@ class Snapshots:
         plan: Mapping[str, Any] | None,
         units: Mapping[str, ElasticUnit],
     ) -> _Seen:
-        """Raises: what keeps a unit from being described, or this rank from looking around."""
+        """Raises: what keeps a unit from being described."""
         for name in units:
             if not UNIT_NAME.fullmatch(name):
                 raise SnapshotError(f"unit name {name!r} cannot name a folder")
@@ -380,7 +367,6 @@ class Snapshots:
             "plan": json.dumps(dict(plan or {}), sort_keys=True),
             "units": sorted(units),
             "layouts": {name: layout.to_dict() for name, layout in layouts.items()},
-            "number": self._last_number(),
             "node": self.options.node or node_here(),
             "changed": [name for name, table in tables.items() if not self._knows(name, table)],
         }
@@ -392,16 +378,6 @@ class Snapshots:
             scalars={name: encode(unit.scalars).decode() for name, unit in described.items()},
             said=said,
         )
-
-    def _set_next(self, step: int, heard: list[Any]) -> None:
-        """Set the step after which the next snapshot is due, from the slowest rank's times.
-
-        Args: heard: of each rank, seconds that a snapshot costs, of a step, of the last writing.
-        """
-        between_failures_s = self.options.between_failures_s
-        cost_s, step_s, last_s = (max(times) for times in zip(*heard, strict=True))
-        if between_failures_s is not None and step_s > 0.0:
-            self.next_step = step + steps_between(cost_s, between_failures_s, step_s, last_s)
 
     def _last_number(self) -> int:
         """The highest number that a snapshot has, as far as this rank can see."""
@@ -462,13 +438,19 @@ class Snapshots:
         _lower_priority()
         begin = time.perf_counter()
         path, remembered, errors = None, False, []
-        if self.options.memory_folder is not None:
+        try:
+            # Here, as a file system that hangs must not hold the boundary.
+            seen = self._tell(*_attempt(self._last_number, 0))
+            work = replace(work, number=1 + max(seen))
+        except Exception as error:
+            errors.append(str(error))
+        if self.options.memory_folder is not None and work.number:
             try:
                 self._to_memory(work, self.options.memory_folder)
                 remembered = True
             except Exception as error:
                 errors.append(f"in memory: {error}")
-        if self.options.folder is not None:
+        if self.options.folder is not None and work.number:
             try:
                 path = self._to_disk(work, self.options.folder)
             except Exception as error:
@@ -524,19 +506,20 @@ class Snapshots:
 
     def _to_disk(self, work: _Work, root: Path) -> Path:
         """Raises: SnapshotError: on all ranks alike; nothing is left then."""
-        made, error = "", ""
+        made: Path | None = None
+        error = ""
         if self._rank == 0:
-            made, error = _attempt(lambda: folder.begin(root, work.number, work.step).name, "")
-        writing = root / self._tell(made, error)[0]
+            made, error = _attempt(lambda: folder.begin(root, work.number, work.step), None)
         try:
+            writing = root / self._tell(made.name if made is not None else "", error)[0]
             index = self._written(work, writing)
             path, error = writing, ""
             if self._rank == 0:
                 path, error = _attempt(lambda: folder.complete(writing, index), writing)
             path = root / self._tell(path.name, error)[0]
         except SnapshotError as error:
-            if self._rank == 0:
-                folder.abandon(writing, completed=not isinstance(error, PeerLost))
+            if made is not None:
+                folder.abandon(made, completed=not isinstance(error, PeerLost))
             raise
         if self._rank == 0:
             _clean_up(lambda: folder.keep_last(root, self.options.keep))

@@ -236,8 +236,7 @@ def looks_nowhere(rank: int, world: int, place: str) -> None:
     kept = folder.last_number, in_memory._here
     if rank == 1:
         folder.last_number, in_memory._here = refuses, refuses  # type: ignore[assignment]
-    with pytest.raises(SnapshotError, match="rank 1: PermissionError"):
-        them.take(2, {"rows": Rows(rank, world, 2.0)})  # type: ignore[dict-item]
+    assert "rank 1: PermissionError" in _take(them, 2, Rows(rank, world, 2.0)).error
     with pytest.raises(SnapshotError, match=r"rank 1: .*Permission denied"):
         in_memory.find(root / f"memory{rank}", _group())
     folder.last_number, in_memory._here = kept  # type: ignore[assignment]
@@ -325,7 +324,7 @@ def backs_off(rank: int, world: int, place: str) -> list[int]:
         if them.last is not None:
             tried.append(step)
     snapshots.HostCopy = allocate  # type: ignore[misc]
-    step = them.next_step
+    step = them.due.next_step
     assert them.after_step(step, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
     assert not them.wait().error  # type: ignore[union-attr]
     them.close()
@@ -453,17 +452,26 @@ def test_ranks_may_name_units_in_any_order(tmp_path: Path) -> None:
     run_ranks(in_any_order, WORLD, str(tmp_path))
 
 
-def held_up(rank: int, world: int, place: str, given_up: bool) -> None:
-    """Rank 1's disk takes longer than ranks wait: as they part, or for each other's message."""
+def held_up(rank: int, world: int, place: str, given_up: bool, begins: bool) -> None:
+    """A rank's disk takes longer than ranks wait: as they part, or for each other's message.
+
+    Args: begins: as the folder is made, and not as files are written.
+    """
     root, go_on = Path(place), threading.Event()
-    write = snapshots.write_file
+    begin_folder, write = folder.begin, snapshots.write_file
 
-    def waits(*args: Any) -> Any:
-        if rank == 1:
-            assert go_on.wait(60)
-        return write(*args)
+    def waits(do: Any, where: int) -> Any:
+        def do_late(*args: Any) -> Any:
+            if rank == where:
+                assert go_on.wait(60)
+            return do(*args)
 
-    snapshots.write_file = waits
+        return do_late
+
+    if begins:
+        folder.begin = waits(begin_folder, 0)
+    else:
+        snapshots.write_file = waits(write, 1)
     them = Snapshots(SnapshotOptions(root), _group(60.0 if given_up else 1.0))
     assert them.take(1, {"rows": Rows(rank, world, 1.0)})
     (thread,) = (t for t in threading.enumerate() if t.name == "nereus-snapshot")
@@ -495,9 +503,47 @@ def held_up(rank: int, world: int, place: str, given_up: bool) -> None:
     them.close()
 
 
-@pytest.mark.parametrize("given_up", [True, False])
-def test_a_slow_disk_costs_the_snapshot_only(tmp_path: Path, given_up: bool) -> None:
-    run_ranks(held_up, WORLD, str(tmp_path), given_up)
+@pytest.mark.parametrize(("given_up", "begins"), [(True, False), (False, False), (True, True)])
+def test_a_slow_disk_costs_the_snapshot_only(tmp_path: Path, given_up: bool, begins: bool) -> None:
+    run_ranks(held_up, WORLD, str(tmp_path), given_up, begins)
+
+
+def hangs(rank: int, world: int, place: str) -> None:
+    """Rank 1's file system hangs, as it is looked into and as it is written to."""
+    root, go_on = Path(place), threading.Event()
+    looks, write = folder.last_number, snapshots.write_file
+
+    def held(do: Any) -> Any:
+        def waits(*args: Any) -> Any:
+            if rank == 1:
+                assert go_on.wait(60)
+            return do(*args)
+
+        return waits
+
+    them = Snapshots(SnapshotOptions(root), _group())
+    for step in (1, 2):
+        go_on.clear()
+        if step == 1:
+            folder.last_number = held(looks)
+        else:
+            snapshots.write_file = held(write)
+        begin = time.monotonic()
+        assert them.take(step, {"rows": Rows(rank, world, 1.0)})  # type: ignore[dict-item]
+        assert not them.ended(0.2)
+        assert time.monotonic() - begin < 20
+        dist.barrier()
+        go_on.set()
+        assert them.ended(60)
+        assert them.last is not None
+        assert (them.last.step, them.last.error) == (step, "")
+        folder.last_number, snapshots.write_file = looks, write
+        dist.barrier()
+    them.close()
+
+
+def test_a_hung_disk_does_not_hold_the_boundary(tmp_path: Path) -> None:
+    run_ranks(hangs, WORLD, str(tmp_path))
 
 
 def test_what_cannot_be_taken_or_restored_is_said_on_all_ranks(tmp_path: Path) -> None:
@@ -559,9 +605,9 @@ def paced(rank: int, world: int, place: str) -> list[list[int]]:
             if them.after_step(step, {"rows": unit}):  # type: ignore[dict-item]
                 begun.append(step)
                 if options.between_failures_s is not None:
-                    assert them.next_step > step
+                    assert them.due.next_step > step
         assert not them.wait().error  # type: ignore[union-attr]
-        out.append([*begun, them.next_step])
+        out.append([*begun, them.due.next_step])
         them.close()
     return out
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from nereus_plugins.snapshot.interval import StepTimes, best_interval_s, steps_between
+from nereus_plugins.snapshot.interval import Due, StepTimes, best_interval_s, steps_between
 
 
 def lost_share(interval_s: float, cost_s: float, between_failures_s: float) -> float:
@@ -54,3 +54,32 @@ def test_steps_beside_a_snapshot_tell_what_it_slows() -> None:
     assert times.slowed_s == pytest.approx(0.7)  # until it is known better
     times.add(1.1, beside=True)
     assert times.slowed_s == pytest.approx(0.1)
+
+
+def test_due_by_what_snapshots_cost() -> None:
+    due = Due(between_failures_s=3600.0)
+    assert not due.after_step(1, 0.0)  # how long a step takes is not known
+    due.goes_on(1.0, beside=False)
+    assert due.after_step(2, 11.0)
+    costs = due.costs(2.0, 0.0)
+    assert costs == [2.0, 10.0, 0.0]
+    due.begun(2, costs)
+    steps = steps_between(2.0, 3600.0, 10.0, 0.0)
+    assert due.next_step == 2 + steps
+    due.goes_on(13.0, beside=True)
+    assert not due.after_step(3, 24.0)
+    assert due.costs(2.0, 5.0) == [3.0, 10.0, 5.0]  # a second longer beside the last one
+    assert due.after_step(2 + steps, 25.0)
+
+
+def test_what_could_not_be_begun_is_due_again_less_and_less_soon() -> None:
+    due, tried = Due(every_steps=1), []
+    for step in range(1, 70):
+        if due.after_step(step, 0.0):
+            tried.append(step)
+            due.not_begun(step)
+    assert tried == [1, 2, 4, 8, 16, 32, 64]
+    due.begun(127, [1.0, 0.0, 0.0])
+    due.not_begun(128)
+    assert due.next_step == 129
+    assert not Due().after_step(1, 0.0)

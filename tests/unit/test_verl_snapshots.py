@@ -185,21 +185,31 @@ class Answering:
     current = ()
 
     def __init__(self, **answers: Any) -> None:
-        said = [{"last": WHOLE, "lost": False}] * 2
-        self.answers = {"named": [3, 4], "begin": [None] * 2, "take": said, "end": said} | answers
+        said = {"last": WHOLE, "lost": False}
+        self.answers = {
+            "named": [3, 4],
+            "begin": [None] * 2,
+            "take": [{"not_begun": ""} | said] * 2,
+            "ended": [{"ended": True} | said] * 2,
+            "end": [said] * 2,
+        } | answers
         self.asked: list[Any] = []
 
     def call(self, ranks: Any, phase: str, function: Any, *args: Any) -> Any:
         name = function.__name__
-        self.asked.append((name, *args) if name == "end" else name)
+        self.asked.append((name, *args) if name in ("end", "ended") else name)
         answer = self.answers[name]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
+    def since(self, before: int) -> list[Any]:
+        return self.asked[before:]
 
-def _snapshots(ranks: Any, every: int = 2) -> JobSnapshots:
-    nereus = NereusConfig(snapshot=SnapshotConfig("s", every), timeout_s=50.0)
+
+def _snapshots(ranks: Any, **settings: Any) -> JobSnapshots:
+    snapshot = SnapshotConfig("s", **({"every": 2} | settings))
+    nereus = NereusConfig(snapshot=snapshot, timeout_s=50.0)
     return JobSnapshots(SimpleNamespace(nereus=nereus, config={}), ranks, ranks)  # type: ignore[arg-type]
 
 
@@ -207,23 +217,69 @@ def test_ranks_give_back_what_they_hold_where_a_job_takes_no_more_snapshots() ->
     ranks = Answering()
     them = _snapshots(ranks)
     them.after_step(2, 0, {}, object)  # which is not JSON
-    assert (them.on, them.begun) == (False, False)
+    assert (them.on, them.begun, them.missed()) == (False, False, 1)
     assert ranks.asked == ["named", "begin", ("end", 5.0)]
     them.after_step(4, 0, {}, dict)
     assert len(ranks.asked) == 3
 
 
-def test_ranks_that_lost_each_other_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_none_is_due_nothing_is_collected() -> None:
+    ranks = Answering()
+    them, collected = _snapshots(ranks, every="auto", between_failures_s=1e9), []
+
+    def data() -> dict[str, int]:
+        collected.append(1)
+        return {}
+
+    for step in range(1, 50):
+        them.after_step(step, 0, {}, data)
+    # After the first step of which the time is known; then as long as it is being written.
+    assert ranks.asked == ["named", "begin", "take", ("ended", 0.0)]
+    assert len(collected) == 1
+    assert them.missed() == 0
+
+
+def test_a_hung_disk_holds_the_job_for_a_stated_time(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Answering()
+    them = _snapshots(ranks, every=1)
+    them.after_step(1, 0, {}, dict)
+    ranks.answers["ended"] = [
+        {"ended": True, "last": WHOLE, "lost": False},
+        {"ended": False, "last": None, "lost": False},
+    ]
+    before, waited = len(ranks.asked), []
+    for step in range(2, 18):
+        them.after_step(step, 0, {}, dict)
+        if ranks.asked[-1] == ("ended", 5.0):
+            waited.append(step)
+    assert waited == [2, 3, 5, 9, 17]  # less and less often
+    assert set(ranks.since(before)) == {("ended", 5.0), ("ended", 0.0)}
+    assert (them.missed(), them.missed()) == (5, 0)
+    said = capsys.readouterr().out
+    assert "after step 2 no snapshot could be taken; it is tried again from step 3 on" in said
+    assert "the one after step 1 is not written yet, which was waited 5 s for" in said
+    # The disk is there again, but the others had not waited for so long.
     late = {"last": WHOLE | {"error": "on disk: a rank is gone"}, "lost": True}
-    ranks = Answering(take=[{"last": WHOLE, "lost": False}, late])
+    ranks.answers["ended"] = [{"ended": True} | late] * 2
+    ranks.answers["end"] = [late] * 2
+    before = len(ranks.asked)
+    them.after_step(33, 0, {}, dict)
+    assert ranks.since(before) == [("ended", 5.0), ("end", 5.0), "named", "begin", "take"]
+    assert "the snapshot after step 2 failed, the job trains on: on disk" in capsys.readouterr().out
+
+
+def test_ranks_that_lost_each_other_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    well = {"not_begun": "", "last": WHOLE, "lost": False}
+    late = {"not_begun": "", "last": WHOLE | {"error": "on disk: a rank is gone"}, "lost": True}
+    ranks = Answering(take=[well, late])
     them = _snapshots(ranks)
     them.after_step(2, 0, {}, dict)
-    assert "after step 2 no snapshot could be taken, as ranks did not" in capsys.readouterr().out
+    assert "after step 2 no snapshot could be taken" in capsys.readouterr().out
     assert ranks.asked == ["named", "begin", "take", ("end", 5.0)]
-    ranks.answers["take"] = [{"last": WHOLE, "lost": False}] * 2
+    ranks.answers["take"] = [well] * 2
     for step in (3, 4, 6):
         them.after_step(step, 0, {}, dict)
-    assert ranks.asked[4:] == ["named", "begin", "take", "take"]
+    assert ranks.since(4) == ["named", "begin", "take", ("ended", 5.0), "take"]
     assert them.on
 
 
@@ -236,10 +292,14 @@ def test_ranks_that_cannot_begin_try_less_and_less_often() -> None:
         them.after_step(step, 0, {}, dict)
         if len(ranks.asked) > before:
             tried.append(step)
-            assert ranks.asked[before:] == ["named", "begin", ("end", 5.0)]
+            assert ranks.since(before) == ["named", "begin", ("end", 5.0)]
     assert tried == [1, 2, 4, 8, 16]
     ranks.answers["begin"] = [None] * 2
-    them.after_step(32, 0, {}, dict)
+    ranks.answers["take"] = [{"not_begun": "rank 1: no memory", "last": None, "lost": False}] * 2
+    before = len(ranks.asked)
+    for step in (32, 33):
+        them.after_step(step, 0, {}, dict)
+    assert ranks.since(before) == ["named", "begin", "take"]
     assert them.begun
 
 

@@ -94,7 +94,7 @@ class SnapshotConfig(Record):
         require_int(where, "keep", self.keep)
 
     def interval(self) -> dict[str, Any]:
-        """As arguments of `nereus_plugins.snapshot.snapshots.SnapshotOptions`."""
+        """As arguments of `nereus_plugins.snapshot.interval.Due`."""
         if self.every == AUTO:
             return {"between_failures_s": self.between_failures_s}
         return {"every_steps": self.every}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nereus_plugins.emu.described import DescribedUnit
 from nereus_plugins.gtg.scalars import RNG, derived_seed
 from nereus_plugins.snapshot import folder
+from nereus_plugins.snapshot.errors import SnapshotError
 from nereus_plugins.snapshot.restore import restore as restore_units
 from nereus_plugins.snapshot.snapshots import SnapshotOptions, Snapshots
 from nereus_plugins.spec import Layout
@@ -100,32 +101,47 @@ def _group(group_count: int, timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
+def ended(worker: Any, limit_s: float) -> dict[str, Any]:
+    """Whether this rank has written what it copied last; not collective.
+
+    Args: limit_s: how long that is waited for.
+
+    Returns: "ended"; "last": what became of the last one that has ended (`Taken`, the path as a
+        string), or None; "lost": whether no more can be taken by these (`Snapshots.lost`).
+    """
+    state: RankState = getattr(worker, STATE)
+    assert state.snapshots is not None
+    return {"ended": state.snapshots.ended(limit_s), **_said(state.snapshots)}
+
+
 def take(worker: Any, step: int, epoch: int, plan: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """Copy this rank's part, if a snapshot is due by the settings; it is written in the background.
-    Collective.
+    """Copy this rank's part; it is written in the background. Collective, where all have `ended`.
 
     Args: step: the trainer's. epoch, plan: in force. data: of the data loader, JSON-able.
 
-    Returns: "last": what became of the last one that has ended (`Taken`, the path as a string), or
-        None; "lost": whether no more can be taken by these (`Snapshots.lost`).
+    Returns: "not_begun": why it could not be, on all ranks alike, or ""; "last", "lost": as
+        `ended`.
     """
     state: RankState = getattr(worker, STATE)
     assert state.snapshots is not None
     rank, world = dist.get_rank(), dist.get_world_size()
     trained = _trained(state)
     trainer: Any = TrainerUnit(rank, world, step, data)
+    not_begun = ""
     try:
-        state.snapshots.after_step(step, {**trained, TRAINER: trainer}, epoch=epoch, plan=plan)
+        state.snapshots.take(step, {**trained, TRAINER: trainer}, epoch=epoch, plan=plan)
+    except SnapshotError as error:
+        not_begun = str(error)
     finally:
         for unit in trained.values():
             unit.settle()
-    return _said(state.snapshots)
+    return {"not_begun": not_begun, **_said(state.snapshots)}
 
 
 def end(worker: Any, limit_s: float | None) -> dict[str, Any]:
     """Wait for the one under way; no more are taken over this group.
 
-    Args: limit_s: as of `Snapshots.close`. Returns: as `take`.
+    Args: limit_s: as of `Snapshots.close`. Returns: "last", "lost": as `ended`.
     """
     state: RankState = getattr(worker, STATE)
     snapshots, state.snapshots = state.snapshots, None

@@ -12,20 +12,17 @@ from typing import Any
 from nereus_plugins.control.driver import say
 from nereus_plugins.control.workers import WorkersFailed, brief
 from nereus_plugins.snapshot.errors import SnapshotError
+from nereus_plugins.snapshot.interval import Due
 from nereus_verl import json_state, resume, snapshot_worker
 from nereus_verl.answers import Answers
-from nereus_verl.config import AUTO
 from nereus_verl.preflight import Preflight
 from nereus_verl.ranks import Ranks
 from nereus_verl.resume import Resume
 
 _MIB = 1 << 20
-# Of nereus.timeout_s: how long ranks that are to part wait for a snapshot to be written. Some leave
-# because their node is about to go.
-_PARTING = 0.1
-# Where ranks cannot begin to take snapshots they try again after 1, 2, 4 ... steps, and so many at
-# most.
-_MOST_STEPS_BETWEEN_TRIES = 64
+# Of nereus.timeout_s: how long the job waits for a snapshot to be written, where the next one is
+# due or its ranks are to part. Some leave because their node is about to go.
+_PATIENCE = 0.1
 
 
 class JobSnapshots:
@@ -46,10 +43,12 @@ class JobSnapshots:
         self._answers = answers
         self.on = self._settings is not None
         self.begun = False
-        self._failed_in_a_row = 0  # attempts to begin
-        self._not_before = 0  # the step after which the next one is made
+        self._due = Due(**({} if self._settings is None else self._settings.interval()))
+        self._under_way: int | None = None  # after which step
         self._last: Mapping[str, Any] | None = None
+        self._background_s = 0.0  # how long the last one took to write
         self._waited_s = 0.0
+        self._missed = 0
 
     def restore(self, found: Resume) -> None:
         """Fill the units of all ranks.
@@ -78,35 +77,79 @@ class JobSnapshots:
     def after_step(
         self, step: int, epoch: int, plan: Mapping[str, Any], data: Callable[[], Any]
     ) -> None:
-        """Take one if it is due; at the boundary, before its transition.
+        """Take one if it is due; at the boundary, before its transition. Where none is, nothing is
+        asked of the ranks but, while they write one, whether they have.
 
         Args: epoch, plan: in force. data: gives the state of verl's data loader.
         """
+        if not self.on:
+            return
         begin_s = time.monotonic()
-        settings = self._settings
-        if not self.on or settings is None:
-            return
-        if settings.every != AUTO and step % int(settings.every):
-            return
+        due = self._due.after_step(step, begin_s)
         try:
-            if self._begin(step):
-                state = json_state.to_json(data(), "the data loader's state")
-                answers = self._call("snapshot", snapshot_worker.take, step, epoch, plan, state)
-                self._heard(answers)
-                if any(answer["lost"] for answer in answers):
-                    say(
-                        f"after step {step} no snapshot could be taken, as ranks did not hear of "
-                        "each other in the last one; they begin anew when the next is due"
-                    )
-                    self.end()
+            self._look(_PATIENCE * self._timeout_s if due else 0.0)
+            if due:
+                self._take(step, epoch, plan, data)
         except Exception as error:
             self.on = False
+            self._missed += 1
             say(
                 f"after step {step} no snapshot could be taken, nor will any more be; the job "
                 f"trains on: {brief(error)}"
             )
             self.end()
-        self._waited_s += time.monotonic() - begin_s
+        now_s = time.monotonic()
+        self._waited_s += now_s - begin_s
+        self._due.goes_on(now_s, beside=self._under_way is not None)
+
+    def _look(self, limit_s: float) -> None:
+        """What became of the one under way, if one is. Args: limit_s: how long it is waited for.
+
+        Raises: WorkersFailed.
+        """
+        if self._under_way is None:
+            return
+        answers = self._call("snapshot", snapshot_worker.ended, limit_s)
+        if not all(answer["ended"] for answer in answers):
+            return
+        self._under_way = None
+        self._heard(answers)
+        if any(answer["lost"] for answer in answers):
+            say("ranks did not hear of each other in the last snapshot; they begin anew")
+            self.end()
+
+    def _take(
+        self, step: int, epoch: int, plan: Mapping[str, Any], data: Callable[[], Any]
+    ) -> None:
+        """Raises: WorkersFailed; NotJson; what `data` raises."""
+        if self._under_way is not None:
+            waited_s = _PATIENCE * self._timeout_s
+            after = f"the one after step {self._under_way}"
+            self._put_off(step, f"{after} is not written yet, which was waited {waited_s:g} s for")
+            return
+        if not self._begin(step):
+            return
+        begin_s = time.monotonic()
+        state = json_state.to_json(data(), "the data loader's state")
+        answers = self._call("snapshot", snapshot_worker.take, step, epoch, plan, state)
+        if any(answer["lost"] for answer in answers):
+            self._heard(answers)
+            self._put_off(step, "ranks did not hear of each other; they begin anew")
+            self.end()
+        elif why := answers[0]["not_begun"]:
+            self._put_off(step, why)
+        else:
+            self._under_way = step
+            blocked_s = time.monotonic() - begin_s
+            self._due.begun(step, self._due.costs(blocked_s, self._background_s))
+
+    def _put_off(self, step: int, why: str) -> None:
+        self._missed += 1
+        self._due.not_begun(step)
+        say(
+            f"after step {step} no snapshot could be taken; it is tried again from step "
+            f"{self._due.next_step} on, and the job trains on: {why}"
+        )
 
     def end(self) -> None:
         """The ranks that take them are about to part: wait a while for the one under way, and give
@@ -114,7 +157,7 @@ class JobSnapshots:
 
         What fails here, fails again in what the ranks do next if the job needs it.
         """
-        self._end(_PARTING * self._timeout_s)
+        self._end(_PATIENCE * self._timeout_s)
 
     def finish(self) -> None:
         """Wait for the one under way, as the job ends well."""
@@ -123,7 +166,7 @@ class JobSnapshots:
     def _end(self, limit_s: float | None) -> None:
         if not self.begun:
             return
-        self.begun = False
+        self.begun, self._under_way = False, None
         try:
             self._heard(self._call("snapshot", snapshot_worker.end, limit_s))
         except Exception as error:
@@ -136,6 +179,11 @@ class JobSnapshots:
         waited_s, self._waited_s = self._waited_s, 0.0
         return 1e3 * waited_s
 
+    def missed(self) -> int:
+        """How many were due and could not be begun since this was asked last."""
+        missed, self._missed = self._missed, 0
+        return missed
+
     def last_words(self) -> None:
         """Of a job that fails."""
         if words := resume.newest_words(self._settings, self._config):
@@ -145,28 +193,15 @@ class JobSnapshots:
         """Whether the ranks take snapshots now; as the first after `step` is due they begin."""
         if self.begun:
             return True
-        if step < self._not_before:
-            return False
         assert self._settings is not None
-        options = {
-            "folder": str(resume.place(self._settings)),
-            "keep": self._settings.keep,
-            **self._settings.interval(),
-        }
+        options = {"folder": str(resume.place(self._settings)), "keep": self._settings.keep}
         self.begun = True  # perhaps on some ranks only
         try:
             self._call("snapshot", snapshot_worker.begin, options, self._named(), self._timeout_s)
         except WorkersFailed as error:
-            wait = min(1 << self._failed_in_a_row, _MOST_STEPS_BETWEEN_TRIES)
-            self._not_before = step + wait
-            self._failed_in_a_row += 1
-            say(
-                f"after step {step} ranks could not begin to take snapshots; they try again from "
-                f"step {self._not_before} on: {brief(error)}"
-            )
+            self._put_off(step, f"ranks could not begin: {brief(error)}")
             self.end()
             return False
-        self._failed_in_a_row = 0
         return True
 
     def _named(self) -> int:
@@ -182,6 +217,7 @@ class JobSnapshots:
             return
         first = self._last is None
         self._last = last
+        self._background_s = max(answer["last"]["background_s"] for answer in answers)
         if last["error"]:
             say(
                 f"the snapshot after step {last['step']} failed, the job trains on: {last['error']}"

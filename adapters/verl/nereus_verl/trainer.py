@@ -37,7 +37,7 @@ from nereus_verl.transitions import RolloutFailed
 
 RECORDED_METRICS = (
     "actor/", "critic/", "training/", "response_length/", "prompt_length/", "nereus/controller_ms",
-    "nereus/snapshot_ms",
+    "nereus/snapshot_ms", "nereus/snapshots_missed",
 )  # fmt: skip
 
 
@@ -253,6 +253,7 @@ class NereusTrainer(PPOTrainerSync):
         waited_ms = self._job.snapshots.waited_ms()
         if waited_ms is not None:
             metrics["nereus/snapshot_ms"] = waited_ms
+            metrics["nereus/snapshots_missed"] = self._job.snapshots.missed()
         record = _step_record(
             self._ran_in, self._job.memory(), batch, metrics, timing_raw, global_steps
         )
