@@ -185,7 +185,9 @@ def test_fifty_deaths_of_the_controller_change_no_bit(tmp_path: Path) -> None:
             tmp_path / "task", "fsdp2", 2, critic=False, steps=KILLED_STEPS, nereus=nereus,
             extra=_by_tokens(4096),
         )  # fmt: skip
-        return launch.run(job, tmp_path / name, timeout_s=TIMEOUT_S, **more).require_success()
+        # Many steps, and fifty processes that import the core and are killed.
+        limit_s = 2 * TIMEOUT_S
+        return launch.run(job, tmp_path / name, timeout_s=limit_s, **more).require_success()
 
     told: list[int] = []
 
