@@ -215,7 +215,8 @@ class VerlDynamic:
             {**self.base.assignments, S.ACTOR_GENERATE: more}, name=f"{self.base.name} + engines"
         )
         planning = self.fixed.planning
-        lengths, memory = planning.sized_lengths(), self.fixed.memory
+        lengths = planning.sized_lengths(mean_tokens=self.fixed.mean_tokens)
+        memory = self.fixed.memory
         wide_s = planning.seconds(wide, lengths, memory)
         base_s = planning.seconds(self.base, lengths, memory)
         return wide if wide_s is not None and (base_s is None or wide_s < base_s) else self.base

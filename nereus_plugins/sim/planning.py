@@ -103,25 +103,33 @@ class Planning:
                 self._best[key] = None
         return self._best[key]
 
-    def sized(self, gpus: int, memory: float = 1.0) -> GlobalPlan | None:
+    def sized(
+        self, gpus: int, memory: float = 1.0, mean_tokens: float | None = None
+    ) -> GlobalPlan | None:
         """The fastest plan for the first lengths in which the longest allowed response fits; where
-        none does, half of it, and so on."""
+        none does, half of it, and so on. mean_tokens: as of `sized_lengths`."""
         setting = self.known.setting
         sequences = setting.prompts_per_step * setting.samples_per_prompt
         first = self.known.response_tokens.quantile(1.0 - 0.5 / max(2, sequences))
         tokens = self.known.max_response_tokens
         while True:
-            found = self.best(gpus, self.sized_lengths(tokens), memory)
+            found = self.best(gpus, self.sized_lengths(tokens, mean_tokens), memory)
             if found is not None or tokens <= first:
                 return found
             tokens = max(tokens // 2, math.floor(first))
 
-    def sized_lengths(self, tokens: int | None = None) -> LengthDistribution:
-        """The first lengths, with one response of a step at the configured limit, or `tokens`."""
+    def sized_lengths(
+        self, tokens: int | None = None, mean_tokens: float | None = None
+    ) -> LengthDistribution:
+        """The first lengths, with one response of a step at the configured limit, or `tokens`.
+
+        mean_tokens: instead of the first lengths, those with this mean.
+        """
         setting = self.known.setting
         sequences = setting.prompts_per_step * setting.samples_per_prompt
         longest = tokens or self.known.max_response_tokens
-        return with_longest(self.known.response_tokens, longest, 1.0 / max(2, sequences))
+        usual = self.known.response_tokens if mean_tokens is None else self.lengths_of(mean_tokens)
+        return with_longest(usual, longest, 1.0 / max(2, sequences))
 
     def lengths_of(self, mean_tokens: float) -> LengthDistribution:
         """The first lengths, scaled to (within 5 %) this mean."""

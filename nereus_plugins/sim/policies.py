@@ -23,7 +23,13 @@ from nereus_plugins.planner.candidates import (
     with_knobs,
     with_most_replicas,
 )
-from nereus_plugins.spec import Assignment, GlobalPlan, ModelStage, SpecError
+from nereus_plugins.spec import (
+    Assignment,
+    GlobalPlan,
+    LengthDistribution,
+    ModelStage,
+    SpecError,
+)
 
 from .job import Failure, SimulatedJob
 from .planning import Known, Planning
@@ -95,8 +101,9 @@ class Missed:
         return True
 
 
-# After each failure for want of memory, plans are made for this much less of it.
-LESS_MEMORY = 0.94
+# After each failure for want of memory, plans are made for this much less of it, and for lengths
+# whose mean is so many times that of the last step.
+LESS_MEMORY, LONGER = 0.94, 1.1
 
 
 class Static:
@@ -111,6 +118,7 @@ class Static:
         """planning: where its plans come from; default the planner's."""
         self.name = name
         self.memory = 1.0
+        self.mean_tokens: float | None = None  # to plan for; the first lengths'
         self.missed = Missed()
         self._given = own
         self._planning = planning
@@ -119,7 +127,7 @@ class Static:
 
     def start(self, known: Known) -> GlobalPlan:
         self.planning = self._planning or Planning(known)
-        self.memory = 1.0
+        self.memory, self.mean_tokens = 1.0, None
         self.missed = Missed()
         self.own = self._given or self.sized(known.gpus)
         if max(self.own.devices) >= known.gpus:
@@ -143,16 +151,25 @@ class Static:
         pass  # it makes no transitions
 
     def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
-        if failure.kind != "gpus":
-            self.memory *= LESS_MEMORY
+        self.learn(job, failure)
         found = self.sized(job.available())
         if failure.kind != "gpus" and job.describe() == self.own:
             self.own = found
         return found
 
+    def learn(self, job: SimulatedJob, failure: Failure) -> None:
+        """What whoever starts the job again has seen in its log."""
+        if failure.kind == "gpus":
+            return
+        self.memory *= LESS_MEMORY
+        last = job.observe()
+        if last is not None:
+            met = LONGER * last.metrics["response_length/mean"]
+            self.mean_tokens = max(met, self.mean_tokens or 0.0)
+
     def sized(self, gpus: int) -> GlobalPlan:
         """The best plan for the first lengths on at most so many GPUs."""
-        found = self.planning.sized(gpus, self.memory)
+        found = self.planning.sized(gpus, self.memory, self.mean_tokens)
         if found is None:
             raise SpecError(f"{self.name}: no plan fits {gpus} GPUs with the longest response")
         return found
@@ -165,7 +182,7 @@ class DPScaling:
 
     def __init__(self, planning: Planning | None = None) -> None:
         self.fixed = Static("dp_scaling", planning=planning)
-        self._scaled: dict[tuple[int, float], GlobalPlan | None] = {}
+        self._scaled: dict[tuple[int, float, float | None], GlobalPlan | None] = {}
         # Pairs of plans between which no transition was possible.
         self._impossible: set[tuple[object, object]] = set()
 
@@ -199,25 +216,29 @@ class DPScaling:
         self._impossible.add((job.describe().assignments, decision.plan.assignments))
 
     def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
-        if failure.kind != "gpus":
-            self.fixed.memory *= LESS_MEMORY
+        self.fixed.learn(job, failure)
         target = self._for(job.available())
         return target if target is not None else self.fixed.sized(job.available())
 
     def _for(self, gpus: int) -> GlobalPlan | None:
-        key = (gpus, self.fixed.memory)
+        key = (gpus, self.fixed.memory, self.fixed.mean_tokens)
         if key not in self._scaled:
-            self._scaled[key] = scaled(self.fixed.own, gpus, self.fixed.planning, key[1])
+            self._scaled[key] = scaled(self.fixed.own, gpus, self.fixed.planning, *key[1:])
         return self._scaled[key]
 
 
 def scaled(
-    own: GlobalPlan, gpus: int, planning: Planning, memory: float = 1.0
+    own: GlobalPlan,
+    gpus: int,
+    planning: Planning,
+    memory: float = 1.0,
+    mean_tokens: float | None = None,
 ) -> GlobalPlan | None:
     """The plan with its DP for so many GPUs; its other dimensions stay.
 
     Parts of the cluster keep their shares. Knobs stay where the longest response fits with them,
     else they are the fastest with which it does. None where not even one replica, or no knobs, fit.
+    mean_tokens: as of `Planning.sized_lengths`.
     """
     parts: dict[tuple[int, ...], list[ModelStage]] = {}
     for stage, assignment in own.assignments.items():
@@ -240,12 +261,14 @@ def scaled(
             used = max(used, layout.world_size)
         start += max(used, room) if len(parts) > 1 else used
     plan = GlobalPlan(assignments, name=f"dp for {gpus}")
-    return _with_knobs_that_fit(plan, planning, memory)
+    lengths = planning.sized_lengths(mean_tokens=mean_tokens)
+    return _with_knobs_that_fit(plan, planning, memory, lengths)
 
 
-def _with_knobs_that_fit(plan: GlobalPlan, planning: Planning, memory: float) -> GlobalPlan | None:
+def _with_knobs_that_fit(
+    plan: GlobalPlan, planning: Planning, memory: float, lengths: LengthDistribution
+) -> GlobalPlan | None:
     """The plan where it fits; else with the fastest other knobs of the trained units."""
-    lengths = planning.sized_lengths()
     if planning.seconds(plan, lengths, memory) is not None:
         return plan
     workload = planning.known.setting.workload(lengths)

@@ -283,6 +283,27 @@ def test_out_of_memory_costs_and_is_recovered_from(monkeypatch: pytest.MonkeyPat
         assert result.run_s > right.run_s + result.oom * world.constants.relaunch_s
 
 
+def test_after_a_lack_of_memory_the_lengths_met_are_planned_for() -> None:
+    """Of a job whose responses have become longer than they were at first."""
+    world = World(trace(), truth=NO_SURPRISE)
+    policy = Static()
+    job = SimulatedJob(world, policy.start(known(world.trace)))
+    while job.step < 25:
+        assert isinstance(job.advance(), StepRecord)
+    policy.recover(job, Failure(25, "the node is gone", "gpus", 0.0))
+    assert (policy.memory, policy.mean_tokens) == (1.0, None)
+
+    policy.recover(job, Failure(25, "out of memory", "memory", 0.0))
+    last = job.observe()
+    assert last is not None
+    assert policy.memory < 1.0
+    assert policy.mean_tokens == pytest.approx(1.1 * last.metrics["response_length/mean"])
+    met = policy.planning.sized_lengths(mean_tokens=policy.mean_tokens)
+    at_first = policy.planning.sized_lengths()
+    assert met.mean_tokens() > 1.5 * at_first.mean_tokens()
+    assert met.quantile(0.9999) == at_first.quantile(0.9999) == 4096
+
+
 def test_a_plan_that_never_fits_stops_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stubborn(Blind):
         def recover(self, job: SimulatedJob, failure: Failure) -> GlobalPlan:
