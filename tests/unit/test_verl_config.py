@@ -105,6 +105,7 @@ def test_schedule_is_sorted_and_takes_steps_as_text() -> None:
         ({"background_share": 1.5}, "background_share is a part of the time"),
         ({"staging_mib": 0}, ".staging_mib must be an integer of at least 1"),
         ({"claim_timeout_s": 0}, "claim_timeout_s must be a number above 0"),
+        ({"step_timeout_s": 0}, "step_timeout_s must be a number above 0"),
         ({"schedule": {1: {"ranks": 0}}}, ".schedule.1.ranks must be an integer of at least 1"),
         ({"schedule": {1: {"leave": [0, 0]}}}, ".schedule.1.leave must list ranks"),
         ({"schedule": {1: {"leave": 0}}}, ".schedule.1.leave must list ranks"),

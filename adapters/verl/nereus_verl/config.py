@@ -113,6 +113,8 @@ class NereusConfig(Record):
         staging_mib: packing buffer on each rank, in MiB: the most that one message carries; None:
             what suits the back end.
         timeout_s: how long a rank waits for the others in one phase of a transition.
+        step_timeout_s: how long a step may take, with its transition, checkpoint and validation,
+            before the job is ended, as a process hangs; None: without limit.
         claim_timeout_s: how long a plan with more ranks waits for Ray to have them.
         control: take commands from the job's user while it runs (`nereus transition`, `status`,
             `pause`, `resume`), on the driver's loopback interface.
@@ -132,6 +134,7 @@ class NereusConfig(Record):
     checksum: bool = True
     staging_mib: int | None = None
     timeout_s: float = 300.0
+    step_timeout_s: float | None = None
     claim_timeout_s: float = 60.0
     background: bool = False
     background_share: float = 0.25
@@ -148,6 +151,8 @@ class NereusConfig(Record):
         if self.staging_mib is not None:
             require_int("nereus", "staging_mib", self.staging_mib)
         require_number("nereus", "timeout_s", self.timeout_s, above=0.0)
+        if self.step_timeout_s is not None:
+            require_number("nereus", "step_timeout_s", self.step_timeout_s, above=0.0)
         require_number("nereus", "claim_timeout_s", self.claim_timeout_s, above=0.0)
         require_number("nereus", "background_share", self.background_share, above=0.0)
         require(
@@ -179,7 +184,7 @@ class NereusConfig(Record):
             if key not in names:
                 raise unknown_key(key, names, "nereus")
         values = dict(data)
-        for name in ("timeout_s", "claim_timeout_s", "background_share"):
+        for name in ("timeout_s", "step_timeout_s", "claim_timeout_s", "background_share"):
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 values[name] = as_float(values[name])
         if values.get("schedule") is None:

@@ -33,6 +33,7 @@ from nereus_verl import jobconfig, knobs, minibatches, preflight, verl_private
 from nereus_verl.job import VerlJob, setup
 from nereus_verl.ranks import Ranks
 from nereus_verl.rollout_backends import backend_of
+from nereus_verl.step_limit import StepLimit
 from nereus_verl.transitions import RolloutFailed
 
 RECORDED_METRICS = (
@@ -47,6 +48,7 @@ class NereusTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig) -> None:
         self._checked = _check(config)
         self._job: VerlJob | None = None
+        self._limit: StepLimit | None = None
         self._transitions: list[TransitionRecord] = []  # since the last step was recorded
         self._critic_order: list[int] | None = None
         self._prepared_after: int | None = None  # the step whose transition waits for the batch
@@ -82,6 +84,9 @@ class NereusTrainer(PPOTrainerSync):
                 groups.append(self.ref_policy_wg)
             self._job = VerlJob(self._checked, Ranks(self, groups, setup(self._checked)))
             self._job.start()
+            self._limit = StepLimit(
+                self._checked.nereus.step_timeout_s, self._job.snapshots.last_words
+            )
             # Checkpoint and snapshot are of before their step's transition: it is due first.
             if self._job.is_due(self.global_steps):
                 self._run_due(self._job, self.global_steps)
@@ -101,6 +106,8 @@ class NereusTrainer(PPOTrainerSync):
         try:
             result = super().fit(*args, **kwargs)
             self._end_window()
+            if self._limit is not None:
+                self._limit.close()
             if self._job is not None:
                 self._job.snapshots.finish()
             return result
@@ -111,6 +118,11 @@ class NereusTrainer(PPOTrainerSync):
         finally:
             if self._job is not None:
                 self._job.close()
+
+    def on_step_begin(self) -> None:
+        if self._limit is not None:
+            self._limit.begin(self.global_steps)
+        super().on_step_begin()
 
     def on_step_end(self) -> None:
         # Updates are done, the checkpoint is saved in the layout it was trained in, and the rollout
