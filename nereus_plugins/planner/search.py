@@ -462,10 +462,12 @@ def _commands(
 
 
 def usable_sizes(gpus: int, per_node: int) -> list[int]:
-    """Numbers of GPUs to try: all, whole nodes, a power of two."""
+    """Numbers of GPUs to try: all, whole nodes, an even number of nodes, a power of two. 27 nodes
+    can be cut in fewer ways than 26: what one node would bring, recompute may cost."""
     sizes = {gpus, 1 << (gpus.bit_length() - 1)}
-    if gpus > per_node:
-        sizes.add(gpus // per_node * per_node)
+    for step in (per_node, 2 * per_node):
+        if gpus > step:
+            sizes.add(gpus // step * step)
     return sorted(sizes, reverse=True)
 
 

@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import nereus_plugins
 from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.estimate import UnitCost, estimate
@@ -18,7 +20,7 @@ from nereus_plugins.planner import plan
 from nereus_plugins.planner.candidates import Candidate, knob_choices, layouts, pareto
 from nereus_plugins.planner.cli import limits_of, main
 from nereus_plugins.planner.flags import launch_flags, openrlhf_flags
-from nereus_plugins.planner.search import choose
+from nereus_plugins.planner.search import choose, usable_sizes
 from nereus_plugins.spec import (
     Assignment,
     GlobalPlan,
@@ -29,6 +31,7 @@ from nereus_plugins.spec import (
     SpecError,
     WorkloadSpec,
 )
+from nereus_plugins.trace.conditions import load
 
 S = ModelStage
 WORK = WorkloadSpec(
@@ -362,3 +365,18 @@ def test_where_memory_is_tight_budgets_double_from_the_least() -> None:
         320: [4096, 12288, 512, 1024, 2048],
         3000: [4096, 12288, 3072],
     }
+
+
+def test_an_odd_number_of_nodes_need_not_all_be_used() -> None:
+    assert usable_sizes(216, 8) == [216, 208, 128]
+    assert usable_sizes(208, 8) == [208, 128]
+    assert usable_sizes(13, 8) == [13, 8]
+    assert usable_sizes(7, 8) == [7, 4]
+    # Where responses are cut over two ranks, the 29th node makes no replica.
+    shipped = Path(nereus_plugins.__file__).parent / "data" / "traces" / "growth.json"
+    trace = load(shipped)
+    setting = trace.setting
+    long = setting.workload(trace.conditions(600, 0.0).response_tokens)
+    found = {g: plan(setting.job, setting.cluster, long, gpus=g) for g in (224, 232)}
+    assert found[232].estimate.iteration_s == found[224].estimate.iteration_s
+    assert max(max(a.devices) for a in found[232].plan.assignments.values()) < 224
