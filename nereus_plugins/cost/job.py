@@ -36,6 +36,8 @@ class JobSpec(Record):
         grad_bytes: bytes of a gradient as kept and reduced; None as the engine does it by itself:
             2 for DeepSpeed, which keeps the model's dtype, 4 for the others.
         cpu_adam: DeepSpeed's optimizer offload: state lies, and the update runs, on the host.
+        average: a moving average of the actor's weights is kept beside them (OpenRLHF's
+            --train.enable_ema).
         engine_sleeps: where rollout shares GPUs, its engine gives its memory back between
             generations (always so in verl; OpenRLHF's --vllm.enable_sleep).
         updates_together: where actor and critic share GPUs, they update at the same time
@@ -58,6 +60,7 @@ class JobSpec(Record):
     packed: bool = True
     grad_bytes: int | None = None
     cpu_adam: bool = False
+    average: bool = False
     engine_sleeps: bool = True
     updates_together: bool = False
     rollout_max_sequences: int = 1024
@@ -68,14 +71,18 @@ class JobSpec(Record):
         require_choice("JobSpec", "backend", self.backend, BACKENDS)
         require_choice("JobSpec", "attention", self.attention, ("fa2", "fa3", "cudnn"))
         for name in ("reference", "old_logprob", "entropy", "compiled", "fp8", "packed",
-                     "prefix_caching", "cpu_adam", "engine_sleeps",
-                     "updates_together"):  # fmt: skip
+                     "prefix_caching", "cpu_adam", "average",
+                     "engine_sleeps", "updates_together"):  # fmt: skip
             require_bool("JobSpec", name, getattr(self, name))
         require_int("JobSpec", "rollout_max_sequences", self.rollout_max_sequences)
         require(self.grad_bytes in (None, 2, 4), "JobSpec.grad_bytes must be 2, 4 or null")
         require(
             not self.cpu_adam or self.backend == "deepspeed",
             f"JobSpec.cpu_adam is DeepSpeed's: backend={self.backend} has none, set it to false",
+        )
+        require(
+            not self.average or self.backend == "deepspeed",
+            f"JobSpec.average is OpenRLHF's: backend={self.backend} has none, set it to false",
         )
         require(
             (self.critic is not None) == (self.algorithm == "ppo"),
@@ -132,6 +139,7 @@ class JobSpec(Record):
             grad_bytes=grad_bytes,
             reduce_bytes=grad_bytes,
             cpu_adam=self.cpu_adam,
+            average=self.average and stage is ModelStage.ACTOR_TRAIN,
             expert_imbalance=EXPERT_IMBALANCE,
             wgrad_accumulates=megatron,
             host_forward_s=2.0e-3 if megatron else 1.0e-3,

@@ -258,6 +258,8 @@ def _state_bytes(case: Case, stage: int) -> dict[str, tuple[float, str]]:
     if soft.cpu_adam and case.trains:
         # Gradients follow bucket by bucket as backward makes them.
         out["optimizer"] = out["gradients"] = (0.0, "in host memory")
+    if soft.average and lay.sharding != "zero3":  # under which OpenRLHF has it in host memory
+        out["average"] = (whole * soft.param_bytes, f"{whole:.3g} * {soft.param_bytes:g} bytes")
     return out
 
 

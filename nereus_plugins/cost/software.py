@@ -47,6 +47,7 @@ class Software:
             floor of a layer's time.
         fixed_s: once a step: data, logging, synchronisation.
         cpu_adam: DeepSpeed's optimizer offload: state lies, and the update runs, on the host.
+        average: a moving average of the weights is kept, in their dtype.
         expandable_segments: PyTorch's allocator option; less fragmentation.
         overhead: fitted factor on compute.
         overhead_from: the rows it was fitted on.
@@ -75,6 +76,7 @@ class Software:
     host_backward_s: float = 3.0e-3
     fixed_s: float = 5e-3
     cpu_adam: bool = False
+    average: bool = False
     expandable_segments: bool = False
     overhead: float = 1.0
     overhead_from: str = ""

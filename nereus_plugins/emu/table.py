@@ -26,7 +26,7 @@ from nereus_plugins.emu.boxes import Box, Int64Array
 Int32Array = NDArray[np.int32]
 _Int = TypeVar("_Int", np.int32, np.int64)
 
-KINDS = ("weight", "master", "exp_avg", "exp_avg_sq", "buffer")
+KINDS = ("weight", "master", "exp_avg", "exp_avg_sq", "buffer", "average")
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,

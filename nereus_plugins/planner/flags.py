@@ -126,6 +126,8 @@ def openrlhf_flags(chosen: GlobalPlan, job: JobSpec) -> list[str]:
         out.append("--ds.adam_offload")
     elif knobs.offload_optimizer:
         out.append("--ds.enable_sleep")
+    if job.average:
+        out.append("--train.enable_ema")
     for stage in readers:
         if chosen.assignments[stage].knobs.offload_params:
             out.append(f"--{stage.model}.offload")

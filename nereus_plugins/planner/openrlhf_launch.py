@@ -193,6 +193,7 @@ def read(
         engines_sleep=at.on("vllm.enable_sleep"),
         models_sleep=at.on("ds.enable_sleep"),
         colocate_all=at.on("train.colocate_all"),
+        average=at.on("train.enable_ema"),
     )
     groups, total = _groups(at, job)
     zero = at.whole("ds.zero_stage", 2, least=0)
@@ -293,6 +294,7 @@ def openrlhf_job(
     engines_sleep: bool,
     models_sleep: bool,
     colocate_all: bool,
+    average: bool,
     cpu_adam: bool = False,
 ) -> JobSpec:
     """An OpenRLHF job: its models, and what runs them.
@@ -300,6 +302,7 @@ def openrlhf_job(
     Args:
         attention: `--ds.attn_implementation`. gradients: `--ds.grad_accum_dtype`.
         compiled: whether it uses liger kernels. engines_sleep, models_sleep: vLLM's, DeepSpeed's.
+        average: whether it has `--train.enable_ema`.
     """
     return JobSpec(
         actor,
@@ -314,6 +317,7 @@ def openrlhf_job(
         packed=packed,
         grad_bytes=4 if gradients in ("fp32", "float32", "torch.float32") else 2,
         cpu_adam=cpu_adam,
+        average=average,
         engine_sleeps=engines_sleep or not colocate_all,
         updates_together=not models_sleep,
     )

@@ -44,7 +44,7 @@ OPENRLHF = Rules(uneven=True)
 
 def verl_jobs(job: JobSpec) -> tuple[JobSpec, ...]:
     """The job under each of verl's engines that a tuned launch may choose."""
-    own = dataclasses.replace(job, cpu_adam=False, grad_bytes=None)
+    own = dataclasses.replace(job, cpu_adam=False, average=False, grad_bytes=None)
     return tuple(dataclasses.replace(own, backend=engine) for engine in ("megatron", "fsdp"))
 
 

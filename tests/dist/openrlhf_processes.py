@@ -52,16 +52,22 @@ def make_model(folder: Path, *, value_head: bool = False) -> Path:
     return folder
 
 
-def arguments(model: Path, *, dtype: str = "bf16", sleep: bool = False) -> SimpleNamespace:
-    """OpenRLHF's, as its own parser leaves them. sleep: of DeepSpeed's engines."""
+def arguments(
+    model: Path, *, dtype: str = "bf16", sleep: bool = False, average: bool = False
+) -> SimpleNamespace:
+    """OpenRLHF's, as its own parser leaves them. sleep: of DeepSpeed's engines. average: a moving
+    one of the actor."""
     words = f"""--actor.model_name_or_path {model} --critic.model_name_or_path {model}
         --reward.remote_url f.py --data.prompt_dataset none --vllm.num_engines 1
         --train.batch_size {BATCH} --train.micro_batch_size 1 --rollout.batch_size {BATCH}
         --rollout.micro_batch_size 1 --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1
         --ds.attn_implementation eager --ds.param_dtype {dtype} --vllm.sync_backend gloo
         --actor.adam.lr 1e-2 --critic.adam.lr 1e-2 --actor.adam.weight_decay 0.01
-        --ckpt.path {model.parent / "ckpt"} {"--ds.enable_sleep" * sleep}"""
+        --ckpt.path {model.parent / "ckpt"} {"--ds.enable_sleep" * sleep}
+        --ckpt.output_dir {model.parent / "saved"}
+        {"--train.enable_ema --train.ema_beta 0.5" * average}"""
     args, _ = openrlhf_private.read_launcher(words.split())
+    args.reward.model_name_or_path = str(model)
     return args  # type: ignore[no-any-return]
 
 
@@ -95,11 +101,17 @@ class Process:
 
 def _serve(pipe: Any, unit: str) -> None:
     os.setpgrp()  # as an actor of its own
+    from openrlhf.trainer.ray.launcher import ReferenceModelActor, RewardModelActor
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 
     torch.set_num_threads(1)
-    remote = {"actor": PolicyModelActor, "critic": CriticModelActor}[unit]
+    remote = {
+        "actor": PolicyModelActor,
+        "critic": CriticModelActor,
+        "ref": ReferenceModelActor,
+        "reward": RewardModelActor,
+    }[unit]
     held = remote.__ray_metadata__.modified_class(1, 0, "127.0.0.1", 1)
     while True:
         try:
@@ -206,6 +218,22 @@ class Model:
         assert not any(bool(t.isnan().any()) for t in whole.values()), "a part is on no rank"
         return {"tensors": whole, "scalars": json.loads(scalars[0])}
 
+    def change_weights(self) -> None:
+        """Have other weights than are in the files. In a layout that does not cut them."""
+        all_of(self.ranks, change_weights, [(self.unit,)] * len(self.ranks))
+
+    def answers(self) -> torch.Tensor:
+        """What a model that only reads says of one batch: OpenRLHF's `forward` on rank 0."""
+        return all_of(self.ranks, answers, [(self.unit,)] * len(self.ranks))[0]  # type: ignore[no-any-return]
+
+    def average(self) -> dict[str, torch.Tensor]:
+        """The actor's moving average as rank 0 has it, whole."""
+        return all_of(self.ranks, average, [()] * len(self.ranks))[0]  # type: ignore[no-any-return]
+
+    def save(self) -> None:
+        """As OpenRLHF does it at the end of a run."""
+        all_of(self.ranks, save, [()] * len(self.ranks))
+
     def asleep(self) -> list[list[str]]:
         """What is in host memory, by rank."""
         return all_of(self.ranks, asleep, [(self.unit,)] * len(self.ranks))
@@ -275,6 +303,8 @@ def train(held: Any, unit: str, steps: int, first: int) -> list[float]:
                 loss = ((values.float() - one[:, 1:] / VOCABULARY) ** 2).mean()
             strategy.backward(loss, model, None)
             strategy.optimizer_step(None, model, None)
+            if getattr(held, "ema_model", None):
+                strategy.moving_average(model, held.ema_model, strategy.args.train.ema_beta, "cuda")
             total += float(loss.detach()) / len(mine)
         losses.append(float(strategy.all_reduce(total)))
     if openrlhf_private.sleeps(held):
@@ -294,12 +324,43 @@ def state(held: Any, unit: str) -> tuple[list[Any], str]:
     if openrlhf_private.sleeps(held):
         held.reload_states()
     described = describe_deepspeed(openrlhf_private.engine_of(held, unit))
-    shards = [
-        (s.name, s.global_shape, s.box.offset, s.view.detach().clone()) for s in described.shards
-    ]
+    named = [(s.name, s) for s in described.shards]
+    scalars = dict(described.scalars)
+    if (model := openrlhf_private.average_of(held)) is not None:
+        named += [(f"averaged {s.name}", s) for s in describe_deepspeed(model).shards]
+        strategy = held.strategy
+        scalars["averaged"] = strategy.time_steps["ema"] / strategy.accumulated_gradient
+    shards = [(name, s.global_shape, s.box.offset, s.view.detach().clone()) for name, s in named]
     if openrlhf_private.sleeps(held):
         held.offload_states()
-    return shards, json.dumps(described.scalars)
+    return shards, json.dumps(scalars)
+
+
+def change_weights(held: Any, unit: str) -> None:
+    with torch.no_grad():
+        for param in openrlhf_private.engine_of(held, unit).module.parameters():
+            param.mul_(-0.75)
+
+
+def answers(held: Any, unit: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY - 2, (2, SEQUENCE), generator=generator)
+    mask = torch.ones_like(tokens)
+    if unit == "reward":
+        return held.forward(tokens, mask)  # type: ignore[no-any-return]
+    return held.forward(tokens, mask[:, 1:], mask)  # type: ignore[no-any-return]
+
+
+def average(held: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    module = held.ema_model.model.module
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def save(held: Any) -> None:
+    held.save_model()
 
 
 def described_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs the OpenRLHF environment: ./dev env openrlhf")
 
+import torch
 from nereus_openrlhf import demo
+from safetensors.torch import load_file
 
 from nereus_plugins.cli import main
 from nereus_plugins.control.client import Client, NoLiveJob
@@ -25,8 +28,12 @@ STEPS = 3
 LOSSES = ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm", "return", "reward")
 
 
-def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Run a job; what OpenRLHF's own log says of each step."""
+def run(
+    folder: Path, *words: str, steps: int = STEPS, reward_model: bool = False
+) -> list[dict[str, Any]]:
+    """Run a job; what OpenRLHF's own log says of each step.
+
+    reward_model: whether a model scores, instead of a function."""
     demo.make_files(folder, steps * demo.PROMPTS)
     # Runs repeat: OpenRLHF shuffles prompts, and takes samples in the order in which they are done,
     # so all are the same one; and sampling is greedy.
@@ -34,6 +41,9 @@ def run(folder: Path, *words: str, steps: int = STEPS) -> list[dict[str, Any]]:
     line, *others = prompts.read_text().splitlines(keepends=True)
     prompts.write_text(line * (1 + len(others)))
     given = [*demo.arguments(folder, steps), "--rollout.top_p", "1e-6", *words]
+    if reward_model:
+        at = given.index("--reward.remote_url")
+        given[at : at + 2] = ["--reward.model_name_or_path", str(folder / "model")]
     log = folder / "log.txt"
     assert demo.run(folder, given, log) == 0, "\n".join(log.read_text().splitlines()[-60:])
     return logged(folder)
@@ -131,6 +141,43 @@ def test_models_that_share_gpus_and_sleep(tmp_path: Path) -> None:
     names = [name for name in LOSSES if name in plain[0]]
     assert "policy_loss" in names
     assert {name: moved[0][name] for name in names} == {name: plain[0][name] for name in names}
+
+
+def test_all_four_models_and_a_moving_average_change(tmp_path: Path) -> None:
+    """PPO with critic, reference and reward model, and OpenRLHF's moving average of the actor."""
+    words = "--critic.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --reward.num_gpus_per_node 1"
+    words += " --algo.kl.init_coef 0.01 --train.enable_ema --train.ema_beta 0.5"
+    words += " --ckpt.save_steps 1 --ckpt.save_hf"
+    # After step 2: OpenRLHF's first has a learning rate of 0.
+    schedule = {
+        2: {
+            "actor": {"dp": 1, "sharding": "zero1"},
+            "critic": {"sharding": "zero3"},
+            "ref": {"sharding": "zero3"},
+            "reward": {"dp": 2, "sharding": "zero3"},
+        },
+    }
+    given = (*words.split(), *nereus(tmp_path, schedule))
+    logs = run(tmp_path, *given, reward_model=True)
+    (done,) = transitions(tmp_path)
+    assert (done.outcome, set(done.units)) == ("committed", {"actor", "critic", "ref", "reward"})
+    assert [step["nereus/reward/dp"] for step in logs] == [1, 1, 2]
+    assert all(math.isfinite(step["reward"]) and step["reward"] for step in logs)
+    # What OpenRLHF saved after each step is half of the average before, half of the actor then.
+    folder = tmp_path / "checkpoints"
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    for step in range(1, STEPS + 1):
+        average = load_file(folder / f"global_step{step}_hf" / "model.safetensors")
+        state = folder / "_actor" / f"global_step{step}" / "mp_rank_00_model_states.pt"
+        actor = torch.load(state, weights_only=False)["module"]
+        for name, tensor in average.items():
+            assert torch.equal(tensor, 0.5 * actor[name] + 0.5 * before[name]), (step, name)
+        if step > 1:
+            assert any(not torch.equal(tensor, actor[name]) for name, tensor in average.items())
+            assert any(not torch.equal(tensor, before[name]) for name, tensor in average.items())
+        before = average
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final.items())
 
 
 def test_a_live_job_takes_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

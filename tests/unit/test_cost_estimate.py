@@ -172,6 +172,8 @@ def test_what_openrlhf_leaves_on_the_gpu() -> None:
     assert asleep == pytest.approx(weights + OUTSIDE_TORCH_BYTES)
     on_host = dataclasses.replace(base, cpu_adam=True)
     assert beside(on_host, knobs)["actor"] == asleep
+    averaging = dataclasses.replace(base, average=True)
+    assert beside(averaging, knobs)["actor"] == pytest.approx(awake + weights)
     assert "rollout" not in beside(base, knobs)
     held = beside(dataclasses.replace(base, engine_sleeps=False), knobs)["rollout"]
     assert held == pytest.approx(0.3 * find_gpu("h100").memory_bytes)

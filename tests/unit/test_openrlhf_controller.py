@@ -307,6 +307,10 @@ def test_the_setting_says_what_openrlhf_does() -> None:
     assert not can.devices_fixed
     assert can.stages[S.ACTOR_TRAIN].layout_fields == {"dp", "sharding"}
     assert can.stages[S.ACTOR_GENERATE].layout_fields == {"dp"}
+    averaging = setting_of(job(train__enable_ema=True))
+    assert averaging.setting.job.average
+    assert averaging.capabilities().stages[S.ACTOR_TRAIN].layout_fields == {"dp"}
+    assert averaging.capabilities().stages[S.CRITIC_TRAIN].layout_fields == {"dp", "sharding"}
     assert all(not one.knob_fields for one in can.stages.values())
     assert lengths(job(rollout__max_new_tokens=None)) == (1024, 1024)
 

@@ -174,6 +174,8 @@ def test_openrlhfs_defaults() -> None:
     at = launch.plan.assignments
     assert launch.job.algorithm == "ppo"
     assert launch.job.updates_together
+    assert not launch.job.average
+    assert read_launch(today("--train.enable_ema")).job.average
     assert not launch.job.engine_sleeps
     assert not launch.job.entropy
     assert launch.job.software(S.ACTOR_TRAIN).grad_bytes == 2
@@ -333,6 +335,11 @@ def test_openrlhf_flags_read_back_as_the_plan(
             for other in found.assignments:
                 shared = wanted.devices == found.assignments[other].devices
                 assert (got.devices == again.plan.assignments[other].devices) == shared
+
+
+def test_openrlhf_flags_keep_the_moving_average() -> None:
+    job = ppo_job(average=True)
+    assert "--train.enable_ema" in openrlhf_flags(plan(job, cluster_of("h100", 8), WORK).plan, job)
 
 
 def test_openrlhf_has_the_options_that_are_read_and_written() -> None:

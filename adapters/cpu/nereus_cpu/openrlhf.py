@@ -49,7 +49,7 @@ def install() -> None:
     deepspeed.install()
     flash_attention.install()
     _replace_device_calls()
-    after_import("openrlhf.utils.deepspeed.deepspeed", _mesh_on_cpu)
+    after_import("openrlhf.utils.deepspeed.deepspeed", _strategy_on_cpu)
     after_import("openrlhf.utils.distributed_util", _sync_over_gloo)
     after_import("openrlhf.trainer.ray.vllm_engine", _engines_on_cpu)
     _installed = True
@@ -78,14 +78,22 @@ def _replace_device_calls() -> None:
         setattr(torch.cuda, name, nothing)
 
 
-def _mesh_on_cpu(strategy: ModuleType) -> None:
+def _strategy_on_cpu(strategy: ModuleType) -> None:
+    """Its mesh is one of CUDA devices, and its moving average is computed on one."""
     expect(hasattr(strategy, "init_device_mesh"), f"{strategy.__name__}.init_device_mesh is gone")
     make = strategy.init_device_mesh
+    kind = strategy.DeepspeedStrategy
+    expect(hasattr(kind, "moving_average"), f"{kind.__name__}.moving_average is gone")
+    average = kind.moving_average
 
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return make("cpu", *args, **kwargs)
 
+    def moving_average(self: Any, model: Any, model_ema: Any, beta: float, device: str) -> None:
+        average(self, model, model_ema, beta, "cpu")
+
     strategy.init_device_mesh = init_device_mesh  # type: ignore[attr-defined]
+    kind.moving_average = moving_average
 
 
 def _sync_over_gloo(util: ModuleType) -> None:

@@ -81,15 +81,6 @@ _RULES: tuple[tuple[Refusal, Callable[[Any], bool]], ...] = (
     ),
     (
         Refusal(
-            "a moving average of the actor",
-            "--train.enable_ema",
-            "it is a second model in the actor's processes, kept in host memory; not moved yet",
-            "leave it out",
-        ),
-        lambda args: bool(_flag("train", "enable_ema")(args)),
-    ),
-    (
-        Refusal(
             "LoRA and 4-bit weights",
             "--ds.lora.rank, --ds.load_in_4bit",
             "adapters and quantized weights have not been tested",
@@ -214,6 +205,12 @@ def check_layouts(args: Any, layouts: Mapping[str, Layout], where: str) -> None:
                 f"{where}: {unit} with sharding=none: under --ds.enable_sleep DeepSpeed needs "
                 "zero1, zero2 or zero3"
             )
+        if unit == "actor" and args.train.enable_ema and layout.sharding == "zero3":
+            raise SpecError(
+                f"{where}: actor with sharding=zero3: under ZeRO-3 OpenRLHF never updates the "
+                "moving average of --train.enable_ema (DeepSpeed drops what it writes to gathered "
+                "weights); take none, zero1 or zero2, or leave --train.enable_ema out"
+            )
         if layout.tp > 1 and layout.sharding == "zero3":
             raise SpecError(
                 f"{where}: {unit} with tp={layout.tp} and sharding=zero3: OpenRLHF cannot gather "
@@ -282,6 +279,8 @@ def capabilities(args: Any) -> Capabilities:
     if args.ds.tensor_parallel_size == 1:
         fields |= {"sharding"}
     stages = {stage: StageCapability(fields) for unit in there for stage in STAGES_OF[unit]}
+    if args.train.enable_ema:  # the planner's other choice for it would be ZeRO-3
+        stages[ModelStage.ACTOR_TRAIN] = StageCapability(fields - {"sharding"})
     if not fixed:
         stages[ModelStage.ACTOR_GENERATE] = StageCapability(frozenset({"dp"}))
     coupled = {frozenset(STAGES_OF["critic"])} if "critic" in there else set()

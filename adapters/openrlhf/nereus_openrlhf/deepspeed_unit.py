@@ -7,6 +7,7 @@ that Ray calls is the new one.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import random
@@ -22,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from nereus_openrlhf import openrlhf_private
 from nereus_openrlhf.config import STAGES
-from nereus_plugins.emu.described import DescribedUnit
+from nereus_plugins.emu.described import DescribedUnit, UnsupportedState
 from nereus_plugins.emu.described.deepspeed import (
     describe_deepspeed,
     ensure_optimizer_state,
@@ -35,6 +36,9 @@ from nereus_plugins.emu.unit import BuiltUnit
 from nereus_plugins.spec import Layout
 from nereus_plugins.transport.groups import GroupSet
 from nereus_plugins.transport.torch_private import current_world, set_timeout
+
+# Of the tensors of the moving average that an actor keeps of its weights, and of its scalars.
+AVERAGE = "average"
 
 
 @dataclass
@@ -66,6 +70,15 @@ class BuiltModel:
         self._unit = unit
 
     @property
+    def engines(self) -> list[Any]:
+        """All of DeepSpeed's; none where it was not built so far."""
+        try:
+            found = [self.engine, openrlhf_private.average_of(self.holder)]
+        except AttributeError:
+            return []
+        return [engine for engine in found if engine is not None]
+
+    @property
     def engine(self) -> Any:
         """DeepSpeed's; None where this rank is not part of the layout."""
         return openrlhf_private.engine_of(self.holder, self._unit) if self.holder else None
@@ -83,11 +96,32 @@ class BuiltModel:
         if self.engine is None:
             return DescribedUnit()
         with self.in_force():
-            return describe_deepspeed(self.engine)
+            described = describe_deepspeed(self.engine)
+            if (average := openrlhf_private.average_of(self.holder)) is not None:
+                described.shards += [
+                    dataclasses.replace(shard, name=f"{AVERAGE}/{shard.name}")
+                    for shard in describe_deepspeed(average).shards
+                ]
+                described.scalars[AVERAGE] = {"accumulations": _accumulations(self.holder)}
+        return described
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         with self.in_force():
             load_scalars(scalars, self.engine)
+        if AVERAGE in scalars:
+            _, each = openrlhf_private.averaged(self.holder)
+            openrlhf_private.set_averaged(self.holder, scalars[AVERAGE]["accumulations"] * each)
+
+
+def _accumulations(holder: Any) -> int:
+    """After how many accumulations OpenRLHF averaged. Raises: UnsupportedState inside of one."""
+    asked, each = openrlhf_private.averaged(holder)
+    if asked % each:
+        raise UnsupportedState(
+            f"the moving average is inside of a gradient accumulation ({asked} micro-steps of "
+            f"{each} each); a layout changes between optimizer steps"
+        )
+    return asked // each
 
 
 class DeepSpeedUnit:
@@ -193,14 +227,10 @@ class DeepSpeedUnit:
 
     def release(self, built: BuiltUnit) -> None:
         assert isinstance(built, BuiltModel)
-        try:
-            engine = built.engine
-        except AttributeError:  # it was not built so far
-            engine = None
-        if engine is not None:
-            with built.in_force():
+        with built.in_force():
+            for engine in built.engines:
                 release(engine)
-        del engine
+                del engine
         if built.holder is not None:
             built.holder.__dict__.clear()
         built.holder = None

@@ -354,6 +354,25 @@ def engine_of(worker: Any, unit: str) -> Any:
     return _ENGINES[unit](worker)
 
 
+def average_of(worker: Any) -> Any:
+    """The DeepSpeed engine of the moving average that an actor keeps of its weights
+    (--train.enable_ema), else None."""
+    model = getattr(worker, "ema_model", None)
+    return None if model is None else model.model
+
+
+def averaged(worker: Any) -> tuple[int, int]:
+    """(how often OpenRLHF was asked to average, how often it is asked in one accumulation: it
+    averages at the last)."""
+    strategy = worker.strategy
+    return strategy.time_steps["ema"], strategy.accumulated_gradient
+
+
+def set_averaged(worker: Any, asked: int) -> None:
+    """Set the first number of `averaged`."""
+    worker.strategy.time_steps["ema"] = asked
+
+
 def strategy_of(worker: Any) -> Any:
     return worker.strategy
 

@@ -68,4 +68,5 @@ def job_spec(args: Any, models: Mapping[str, ModelSpec]) -> JobSpec:
         engines_sleep=bool(args.vllm.enable_sleep),
         models_sleep=bool(args.ds.enable_sleep),
         colocate_all=bool(args.train.colocate_all),
+        average=bool(args.train.enable_ema),
     )

@@ -33,7 +33,8 @@ class LocalShard:
     """One box of a named global tensor, and the live memory that holds it on this rank.
 
     Args:
-        name: "<kind>/<tensor>", kind being weight, master, exp_avg, exp_avg_sq or buffer.
+        name: "<kind>/<tensor>", kind being weight, master, exp_avg, exp_avg_sq, buffer or average
+            (a tensor of a moving average of the model).
         box: place in the global tensor.
         global_shape: shape of the whole tensor.
         view: zero-copy view of live memory; `view.shape == box.shape`.
@@ -154,6 +155,7 @@ class FreedGradients:
 #   "lr_scheduler": {...} | absent,
 #   "grad_scaler":  {...} | absent,
 #   "engine":       {counter: value} | absent,                  DeepSpeed's own counters
+#   "average":      {counter: value} | absent,                  of a moving average of the model
 # }
 #
 # A rank reports only what it holds (a pipeline stage may lack parameters that others have); the

@@ -304,7 +304,9 @@ def _refuse_unsupported(engine: Any) -> None:
             "(OpenRLHF: leave --ds.adam_offload out)",
         ),
         (
-            getattr(engine.zero_offload_param(), "device", "none") != "none",
+            # Below stage 3 DeepSpeed does not look at the setting: weights are on the device.
+            engine.zero_optimization_stage() == 3
+            and getattr(engine.zero_offload_param(), "device", "none") != "none",
             "offload_param keeps weights in host memory; set offload_param.device to none",
         ),
         (
