@@ -466,8 +466,11 @@ class Controller:
                 f"{self.config.look_ahead_steps} steps"
             )
             return self._forced(decision, why, options, now)
-        if not self.back_off.waits(steps_done):
-            return self._unforced(decision, options, now)
+        made = self._unforced(decision, options, now)
+        more = made.plan is not None and max(made.plan.devices) >= held
+        saves_s = made.numbers.saving_s if more and made.numbers is not None else 0.0
+        if not self.back_off.waits(steps_done, saves_s) or not more:
+            return made
         made = self._unforced(decision, [o for o in options if max(o.plan.devices) < held], now)
         if made.kind == "stay":
             made = dataclasses.replace(made, reason=f"{self.back_off}; {made.reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -423,14 +424,60 @@ def test_back_off_ends_once_gpus_have_repaid() -> None:
         one.left(step + 15, stall_s=10.0)
         waits.append(max(one.until - (step + 15), 0))
     assert waits == [0, 10, 20, 40, 80, 160, 160, 160]
-    assert one.waits(one.until - 1)
+    assert one.waits(one.until - 1, 0.0)
     one.took(4000, 1.0, 10.0)
     one.left(4020, 10.0)
-    assert not one.waits(4020)
+    assert not one.waits(4020, 1.0)
     one.took(4020, 1.0, 10.0)
     one.left(4025, 10.0)  # the first one again
     one.left(4026, 10.0)  # those are its own
-    assert not one.waits(4026)
+    assert not one.waits(4026, 1.0)
+
+
+def test_back_off_ends_once_as_much_was_missed_as_the_last_grant_cost() -> None:
+    one = BackOff()
+    waited = []
+    for begin in range(0, 6000, 1000):
+        one.took(begin, saves_s=10.0, stall_s=30.0)
+        one.left(begin + 1, stall_s=30.0)
+        step = begin + 1
+        # In every other step the GPUs are there.
+        while one.waits(step, 10.0 * (step % 2)):
+            step += 1
+        waited.append(step - begin - 1)
+    # 60 s, 120 s, ... are 6, 12, ... steps that they are there; at most 160 steps of any.
+    assert waited == [0, 10, 20, 40, 80, 160]
+    again = BackOff(**json.loads(json.dumps(dataclasses.asdict(one))))
+    assert again.waits(7000, 0.0) == one.waits(7000, 0.0)
+
+    one = BackOff()
+    waited = []
+    for begin in range(0, 6000, 1000):
+        one.took(begin, saves_s=40.0, stall_s=30.0)
+        one.left(begin + 1, stall_s=30.0)
+        step = begin + 1
+        while one.waits(step, 40.0 * (step % 2)):
+            step += 1
+        waited.append(step - begin - 1)
+    assert waited == [0, 3, 5, 11, 23, 47]
+
+
+def came_and_went(steps: int = 400) -> Outcome:
+    """GPUs that come and go whatever the job does: twice for a step only, then for long."""
+
+    def gpus(step: int, now: GlobalPlan) -> tuple[Lease, ...]:
+        return (Lease(16),) if step % 40 in (1, 10) or step % 40 >= 13 else (Lease(8),)
+
+    def table(chosen: GlobalPlan, _mean: float) -> float:
+        return 60.0 if chosen == SMALL else 20.0
+
+    return run([SMALL, ONE], table, [SHORT] * steps, transition_s=35.0, gpus=gpus)
+
+
+def test_gpus_that_come_and_go_are_not_given_up() -> None:
+    """Held as they come they save two thirds of most steps; some do not repay."""
+    found = came_and_went()
+    assert found.run_s <= 0.75 * found.held_s[0]
 
 
 def test_the_outcome_is_the_same_every_time() -> None:
