@@ -169,7 +169,7 @@ def test_all_four_models_and_a_moving_average_change(tmp_path: Path) -> None:
     for step in range(1, STEPS + 1):
         average = load_file(folder / f"global_step{step}_hf" / "model.safetensors")
         state = folder / "_actor" / f"global_step{step}" / "mp_rank_00_model_states.pt"
-        actor = torch.load(state, weights_only=False)["module"]
+        actor = torch.load(state, weights_only=True)["module"]
         for name, tensor in average.items():
             assert torch.equal(tensor, 0.5 * actor[name] + 0.5 * before[name]), (step, name)
         if step > 1:

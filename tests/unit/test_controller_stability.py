@@ -434,32 +434,27 @@ def test_back_off_ends_once_gpus_have_repaid() -> None:
     assert not one.waits(4026, 1.0)
 
 
+def waited(one: BackOff, saves_s: float) -> list[int]:
+    """Steps until GPUs are used again, after each of six grants in a row that cost 60 s and did not
+    repay. In every other step they are there, and would save so much."""
+    out = []
+    for begin in range(0, 6000, 1000):
+        one.took(begin, saves_s, stall_s=30.0)
+        one.left(begin + 1, stall_s=30.0)
+        step = begin + 1
+        while one.waits(step, saves_s * (step % 2)):
+            step += 1
+        out.append(step - begin - 1)
+    return out
+
+
 def test_back_off_ends_once_as_much_was_missed_as_the_last_grant_cost() -> None:
     one = BackOff()
-    waited = []
-    for begin in range(0, 6000, 1000):
-        one.took(begin, saves_s=10.0, stall_s=30.0)
-        one.left(begin + 1, stall_s=30.0)
-        step = begin + 1
-        # In every other step the GPUs are there.
-        while one.waits(step, 10.0 * (step % 2)):
-            step += 1
-        waited.append(step - begin - 1)
-    # 60 s, 120 s, ... are 6, 12, ... steps that they are there; at most 160 steps of any.
-    assert waited == [0, 10, 20, 40, 80, 160]
+    # 60 s, 120 s, ... are 6, 12, ... steps that they are there: waiting by steps ends before.
+    assert waited(one, 10.0) == [0, 10, 20, 40, 80, 160]
     again = BackOff(**json.loads(json.dumps(dataclasses.asdict(one))))
     assert again.waits(7000, 0.0) == one.waits(7000, 0.0)
-
-    one = BackOff()
-    waited = []
-    for begin in range(0, 6000, 1000):
-        one.took(begin, saves_s=40.0, stall_s=30.0)
-        one.left(begin + 1, stall_s=30.0)
-        step = begin + 1
-        while one.waits(step, 40.0 * (step % 2)):
-            step += 1
-        waited.append(step - begin - 1)
-    assert waited == [0, 3, 5, 11, 23, 47]
+    assert waited(BackOff(), 40.0) == [0, 3, 5, 11, 23, 47]
 
 
 def came_and_went(steps: int = 400) -> Outcome:

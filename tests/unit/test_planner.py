@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import nereus_plugins
 from nereus_plugins.cost.case import uneven_stages
 from nereus_plugins.cost.cli import read_model
 from nereus_plugins.cost.estimate import UnitCost, estimate
@@ -31,7 +29,7 @@ from nereus_plugins.spec import (
     SpecError,
     WorkloadSpec,
 )
-from nereus_plugins.trace.conditions import load
+from nereus_plugins.trace.conditions import load, shipped_folder
 
 S = ModelStage
 WORK = WorkloadSpec(
@@ -373,8 +371,7 @@ def test_an_odd_number_of_nodes_need_not_all_be_used() -> None:
     assert usable_sizes(13, 8) == [13, 8]
     assert usable_sizes(7, 8) == [7, 4]
     # Where responses are cut over two ranks, the 29th node makes no replica.
-    shipped = Path(nereus_plugins.__file__).parent / "data" / "traces" / "growth.json"
-    trace = load(shipped)
+    trace = load(shipped_folder() / "growth.json")
     setting = trace.setting
     long = setting.workload(trace.conditions(600, 0.0).response_tokens)
     found = {g: plan(setting.job, setting.cluster, long, gpus=g) for g in (224, 232)}
